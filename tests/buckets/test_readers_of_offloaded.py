@@ -26,7 +26,6 @@ pytest.importorskip("megatron.core")
 CASES = [
     ("mxfp8", "grouped", "quantized"),
     ("nvfp4", "indexed", "bf16"),
-    pytest.param("int4", "grouped", "quantized", marks=pytest.mark.extended),
 ]
 
 

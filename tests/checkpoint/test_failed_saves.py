@@ -109,16 +109,20 @@ def _save(journey: Journey, folder: Path, sharding: str, threads: int = 1, **mor
         request.execute_sync()
 
 
-def _fail(name: str, folder: Path) -> tuple[str, str | None, int]:
-    """Save, fail to save another iteration, and save that again.
+type Failed = tuple[str, str | None, int]
+"""What a failing save raised, why its checkpoint is incomplete, and how many elements of the
+checkpoint that was saved in its place were compared."""
 
-    Returns what the failing save raised, why its checkpoint is incomplete, and how many elements
-    of the checkpoint that was saved in its place were compared.
-    """
+
+def _fail_in_turn(folder: Path) -> dict[str, Failed]:
+    """Save once, then fail to save one iteration after another in all ways, and save each again."""
+    journey, first = Journey(GROUPED).fill(), folder / "iter_0000001"
+    _save(journey, first, BY_NAME)
+    return {name: _fail(name, journey, first, folder / name) for name in FAULTS}
+
+
+def _fail(name: str, journey: Journey, first: Path, second: Path) -> Failed:
     rank, sharding, how, fault, _ = FAULTS[name]
-    first, second = folder / "iter_0000001", folder / "iter_0000002"
-    journey = Journey(GROUPED).fill()
-    _save(journey, first, sharding)
     said = "saved"
     try:
         with fault() if torch.distributed.get_rank() == rank else nullcontext():
@@ -130,7 +134,7 @@ def _fail(name: str, folder: Path) -> tuple[str, str | None, int]:
     assert list(corrupt_files(first)) == []
     torch.distributed.barrier()
     _save(journey, second, sharding, **how)
-    return said, defect, Journey(GROUPED).scramble().load(second).check()
+    return said, defect, journey.scramble().load(second).check()
 
 
 def _fail_while_plans_are_kept(folder: Path) -> int:
@@ -229,26 +233,31 @@ def _fail_in_a_local_writer(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function of ranks and a name, which gives what these ranks found."""
-    jobs: dict[str, Callable[..., Any]] = {name: partial(_fail, name) for name in FAULTS}
-    jobs |= {"kept plans": _fail_while_plans_are_kept, "many ranks": _fail_on_many_ranks}
-    jobs["a plan of one rank"] = _fail_between_plan_and_cache
-    jobs["a local writer"] = _fail_in_a_local_writer
+    jobs = {
+        "in turn": _fail_in_turn,
+        "kept plans": _fail_while_plans_are_kept,
+        "many ranks": _fail_on_many_ranks,
+        "a plan of one rank": _fail_between_plan_and_cache,
+        "a local writer": _fail_in_a_local_writer,
+    }
     found = run_once(tmp_path_factory.mktemp("failed"), {2: jobs}, timeout_s=HANGS_S)
-    found(2, next(iter(jobs)))  # all at once; hangs once, not in every test
+    found(2, "in turn")  # all at once; hangs once, not in every test
     return found
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_rank_names_the_rank_that_failed_and_its_error(failed, name):
     rank, *_, says = FAULTS[name]
-    for number, (said, _, _) in enumerate(failed(2, name)):
+    for number, of_rank in enumerate(failed(2, "in turn")):
+        said, _, _ = of_rank[name]
         assert says in said
         assert number == rank or f"rank {rank}" in said
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_a_failed_save_leaves_is_incomplete_and_the_next_save_is_not(failed, name):
-    for _, defect, compared in failed(2, name):
+    for of_rank in failed(2, "in turn"):
+        _, defect, compared = of_rank[name]
         assert defect is not None
         assert compared
 

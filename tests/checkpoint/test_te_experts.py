@@ -185,11 +185,7 @@ def _load(folder: Path, single: bool, is_stock: bool) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    "single",
-    [
-        pytest.param(False, id="into one"),
-        pytest.param(True, id="into one an expert", marks=pytest.mark.extended),
-    ],
+    "single", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["into one", "apart"]
 )
 def test_masters_load_from_a_checkpoint_of_the_other_layout(tmp_path: Path, single: bool):
     """``--load-main-params-from-ckpt``: every master is the value that was saved, as in stock."""

@@ -18,6 +18,7 @@ UNDISTRIBUTED = ("--use-distributed-optimizer",)
 PLUGIN = ["--use-moe-grouped-optim", "--moe-optim-set", "format=bf16"]
 BY_NAME = "--dist-ckpt-optim-fully-reshardable"
 SAVED = "iter_0000003"
+SIZES = ("--expert-model-parallel-size", "2")
 
 
 def train(*flags: str, iterations: int = 6) -> Record:
@@ -31,22 +32,17 @@ def _train(flags: list[str]) -> Record:
     return pretrain(flags, None, without=UNDISTRIBUTED)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("1", marks=pytest.mark.extended), "2"],
-    ids="expert parallel {}".format,
-)
-def stock(request, tmp_path_factory) -> tuple[list[str], Path, Record]:
-    """Return sizes, the folder of a checkpoint that stock has saved after three iterations of six,
-    and what it saw of all."""
-    sizes = ["--expert-model-parallel-size", request.param]
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> tuple[Path, Record]:
+    """Return the folder of a checkpoint that stock has saved after three iterations of six, and
+    what it saw of all."""
     folder = tmp_path_factory.mktemp("stock")
-    return sizes, folder, train(*sizes, "--save", str(folder), "--save-interval", "3")
+    return folder, train(*SIZES, "--save", str(folder), "--save-interval", "3")
 
 
 def test_the_flag_added_has_the_losses_of_stock(stock):
-    sizes, _, want = stock
-    got = train(*sizes, *PLUGIN)
+    _, want = stock
+    got = train(*SIZES, *PLUGIN)
     assert got.classes == {"GroupedDistributedOptimizer"}
     assert got.losses == want.losses
 
@@ -58,8 +54,8 @@ def load(folder: Path, *flags: str, **settings: Any) -> Record:
 
 def test_a_checkpoint_of_stock_is_gone_on_from_to_the_bit(stock):
     """In parallel, too, as most command lines have it."""
-    sizes, folder, want = stock
-    got = load(folder, *sizes, "--ckpt-fully-parallel-load")
+    folder, want = stock
+    got = load(folder, *SIZES, "--ckpt-fully-parallel-load")
     assert got.losses == {step: loss for step, loss in want.losses.items() if step > 3}
 
 
@@ -70,7 +66,7 @@ RESHARDED = ("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --s
 def test_masters_and_moments_arrive_at_other_parallel_sizes(stock, tmp_path):
     """A checkpoint that is loaded and saved again holds the same bytes under the names of
     ``fully_reshardable``."""
-    _, folder, _ = stock
+    folder, _ = stock
     anew = [*RESHARDED.split(), "--override-opt_param-scheduler", BY_NAME, "--save", str(tmp_path)]
     load(folder, *anew, iterations=3)
     want, got = TorchDistReader(folder / SAVED), TorchDistReader(tmp_path / SAVED)
@@ -82,7 +78,7 @@ def test_masters_and_moments_arrive_at_other_parallel_sizes(stock, tmp_path):
 
 
 def test_a_master_that_was_not_saved_is_named(stock):
-    _, folder, _ = stock
+    folder, _ = stock
 
     class Asked:
         key, global_shape = "optimizer.state.param.of.fp32", (4,)
@@ -91,14 +87,21 @@ def test_a_master_that_was_not_saved_is_named(stock):
         fit_by_name({0: {"param": Asked()}}, TorchDistReader(folder / SAVED))
 
 
+LEGACY = ["--ckpt-format", "torch"]
+
+
 def test_whole_states_of_legacy_checkpoints_are_refused_with_a_way_out(tmp_path):
-    """Which holds: what Megatron makes of them is gone on from."""
-    legacy = ["--ckpt-format", "torch"]
-    want = train(*legacy, "--save", str(tmp_path), "--save-interval", "3")
+    train(*LEGACY, "--save", str(tmp_path), iterations=3)
     with pytest.raises(AssertionError, match="--ckpt-convert-format torch_dist"):
-        load(tmp_path, *legacy)
+        load(tmp_path, *LEGACY)
+
+
+@pytest.mark.extended
+def test_the_way_out_holds(tmp_path):
+    """What Megatron makes of whole states of a legacy checkpoint is gone on from."""
+    want = train(*LEGACY, "--save", str(tmp_path), "--save-interval", "3")
     target = tmp_path / "converted"
     way_out = ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(target)]
-    train(*legacy, "--load", str(tmp_path), "--ckpt-step", "3", *way_out)
+    train(*LEGACY, "--load", str(tmp_path), "--ckpt-step", "3", *way_out)
     got = load(target / "torch_dist")
     assert got.losses == {step: loss for step, loss in want.losses.items() if step > 3}

@@ -52,15 +52,6 @@ def run_forked(name, ranks, *arguments):
     return run_ranks(ranks, _run_main, name, arguments)[0]
 
 
-EITHER_WAY = pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(run_forked, id="forked"),
-        pytest.param(run_script, id="torchrun", marks=[pytest.mark.slow, pytest.mark.extended]),
-    ],
-)
-
-
 def check_small_moe(said):
     """The loss falls below a quarter; the run that resumes loses nothing of the one that went on.
 
@@ -74,11 +65,10 @@ def check_small_moe(said):
     assert resumed == (*went_on, trained[2])
 
 
-@EITHER_WAY
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=pytest.mark.extended)])
-def test_the_script_trains_saves_and_resumes_on_two_cpu_ranks(tmp_path, optimizer, run):
+def test_the_script_trains_saves_and_resumes_on_two_cpu_ranks(tmp_path, optimizer):
     flags = ["--save", tmp_path / "checkpoint", "--optimizer", optimizer]
-    check_small_moe(run("train_small_moe.py", 2, *flags))
+    check_small_moe(run_forked("train_small_moe.py", 2, *flags))
 
 
 @pytest.mark.gpu
@@ -87,11 +77,10 @@ def test_the_script_trains_saves_and_resumes_on_a_gpu(tmp_path):
     check_small_moe(run_script("train_small_moe.py", 1, "--save", tmp_path / "checkpoint"))
 
 
-@EITHER_WAY
-def test_an_engine_gets_all_experts_between_rounds_of_training_on_two_cpu_ranks(run):
+def test_an_engine_gets_all_experts_between_rounds_of_training_on_two_cpu_ranks():
     """Layers, experts, linears, and data and scale of each; the model that has been offloaded and
     read goes on learning, and says what comes next."""
-    said = run("rollouts.py", 2)
+    said = run_forked("rollouts.py", 2)
     rounds = re.findall(r"^step (\d+): loss ([\d.]+), engine: (\d+) tensors of experts", said, re.M)
     assert [(int(step), int(count)) for step, _, count in rounds] == [
         (step, 2 * 4 * 2 * 2) for step in (10, 20, 30)
@@ -207,6 +196,18 @@ def test_latent_attention_is_refused_with_portable_experts():
 
 # slime, miles and verl, of which a stand-in holds the one name that matters
 
+LAUNCHERS = ("slime_and_miles.py", "verl_external_lib.py")
+
+
+def _install_in_launchers():
+    import moe_optim
+
+    found = []
+    for name in LAUNCHERS:
+        found.append(_install_in_a_launcher(name))
+        moe_optim.uninstall()
+    return found
+
 
 def _install_in_a_launcher(name):
     from megatron.core import optimizer
@@ -224,13 +225,6 @@ def _install_in_a_launcher(name):
     return builder.get_native is get_installed_optimizer, installed_config()
 
 
-@pytest.mark.parametrize("name", ["slime_and_miles.py", "verl_external_lib.py"])
-def test_a_launcher_that_builds_its_own_optimizer_builds_ours(name):
+def test_a_launcher_that_builds_its_own_optimizer_builds_ours():
     """What slime, miles and verl themselves make of it: `tests/upstream`."""
-    assert run_ranks(1, _install_in_a_launcher, name) == [(True, MoEOptimConfig())]
-
-
-def test_the_readme_names_every_example():
-    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh", ".diff")}
-    readme = (EXAMPLES / "README.md").read_text()
-    assert {name for name in names if f"]({name})" in readme} == names
+    assert run_ranks(1, _install_in_launchers) == [[(True, MoEOptimConfig())] * len(LAUNCHERS)]

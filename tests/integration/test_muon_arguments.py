@@ -25,14 +25,12 @@ PLUGIN = ["--use-moe-grouped-optim", "--moe-optim-set", "format=mxfp8"]
 ALONE = [word for word in MODEL if word != "--use-distributed-optimizer"]
 RUN = ["--train-iters", "2", "--eval-interval", "2"]
 GIVEN = {  # flags of a run
-    "with --use-distributed-optimizer": MODEL,
     "without it": ALONE,
-    "without it, with overlap": [*ALONE, *OVERLAP],
+    "with overlap": [*MODEL, *OVERLAP],
     "fully reshardable": [*MODEL, "--dist-ckpt-optim-fully-reshardable"],
     "files of ranks": [*MODEL, "--ckpt-format", "torch"],
     "without gloo": [*MODEL, "--disable-gloo-process-groups"],
     "frozen": [*MODEL, "--freeze-all-layers"],
-    "Megatron's older layout": [*MODEL, "--no-use-layer-wise-param-layout"],
 }
 SCRIPT = """
 from megatron.training.arguments import parse_and_validate_args
@@ -58,19 +56,6 @@ def _run_script(script: Path, argv: list[str]) -> Namespace:
     return sys.modules["__main__"].args  # type: ignore[no-any-return]
 
 
-def _train(_script: Path, argv: list[str]) -> Namespace:
-    """Return the arguments with which `moe-optim train` starts Megatron's training loop."""
-    import megatron.training
-
-    from moe_optim.commands.train import pretrain
-
-    given: list[Namespace] = []
-    megatron.training.pretrain = lambda *_: given.append(megatron.training.get_args())
-    os.environ["MOE_OPTIM_CPU"] = "1"
-    pretrain.train(argv)
-    return given[0]
-
-
 def _run_patched_tree(_script: Path, argv: list[str]) -> Namespace:
     """Return the arguments of Megatron's own code with the source diffs in it."""
     from moe_optim.integration import cpu_runtime
@@ -89,7 +74,7 @@ def _run_patched_tree(_script: Path, argv: list[str]) -> Namespace:
     return sys.modules[name].parse_and_validate_args()  # type: ignore[no-any-return]
 
 
-HOOKS = {"run": _run_script, "train": _train, "patched tree": _run_patched_tree}
+HOOKS = {"run": _run_script, "patched tree": _run_patched_tree}
 
 
 def _settle(
@@ -146,14 +131,6 @@ def test_arguments_of_muon_are_those_of_adam_but_for_the_name(script, hook, case
     (found,) = run_ranks(1, _settle, hook, script, cases, ("adam", "muon", "dist_muon"))
     for given, name in product(cases, ("muon", "dist_muon")):
         assert_same_but_for_the_name(found[given, "adam"], found[given, name], given == "frozen")
-
-
-def test_moe_optim_train_starts_with_the_same_arguments(script):
-    """A process each: Megatron keeps the first arguments that it initializes with."""
-    (adam,), (muon,) = (
-        run_ranks(1, _settle, "train", script, ["without it"], [name]) for name in ("adam", "muon")
-    )
-    assert_same_but_for_the_name(*adam.values(), *muon.values(), frozen=False)
 
 
 WITHOUT_GLOO = [*MODEL, "--disable-gloo-process-groups"]

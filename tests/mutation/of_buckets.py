@@ -17,8 +17,7 @@ def _mutant(file: str, old: str, new: str, killer: str) -> Mutant:
 
 
 TWO_WRAPPERS = (
-    "test_offloaded_buffers.py::"
-    "test_buffers_of_a_first_wrapper_leave_the_weights_of_a_second_alone[fused-quantized]"
+    "test_offloaded_buffers.py::test_buffers_of_a_first_wrapper_leave_the_weights_of_a_second_alone"
 )
 SHARED_GRADIENTS = (
     "test_bucket_group.py::"

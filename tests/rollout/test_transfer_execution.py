@@ -111,7 +111,6 @@ TWO = {
         setup("mxfp8_2d", SPREAD, expert_layout="indexed"),
         LAYOUTS,
     ),
-    "mxfp8_2d, cut in training": (setup("mxfp8_2d", CUT), LAYOUTS),
     "fp8_block": (setup("fp8_block", CUT), LAYOUTS),
     "nvfp4_rows": (setup("nvfp4_rows", SPREAD), LAYOUTS),
     "int4, replicated": (setup("int4", {}), LAYOUTS),

@@ -90,12 +90,20 @@ def pretrain(
         contextlib.suppress(SystemExit),
     ):
         model = [word for word in MODEL if word not in without]
-        train([*model, *flags, *_evaluations(flags), "--tensorboard-dir", f"{events}/tb"])
+        train([*model, *flags, *_evaluations(flags), *_events(config, f"{events}/tb")])
     if built:  # else Megatron has converted a checkpoint, and ended there
         _record_state(record, *built)
     if observe is not None:
         record.extra = observe(*built)
     return record
+
+
+def _events(config: MoEOptimConfig | None, folder: str) -> list[str]:
+    """Return the flags of a run that samples health, which it writes there.
+
+    Others write nothing: every argument becomes a text of TensorBoard's.
+    """
+    return ["--tensorboard-dir", folder] if config is not None and config.health_interval else []
 
 
 def _evaluations(flags: Sequence[str]) -> list[str]:
