@@ -21,7 +21,7 @@ none of these checkpoints.
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ from moe_optim.checkpoint.state_manifest import (
     states_with_manifests,
 )
 from moe_optim.errors import LayoutError, StateError, listed, shorten
-from moe_optim.integration.agreement import agree
+from moe_optim.integration.agreement import agree, count_failures, join
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import (
     config_or_bf16,
@@ -263,8 +263,9 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
 def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
     """Load a checkpoint; arguments and result are Megatron's. Every rank must call it.
 
-    LayoutError for a local or ``--ckpt-format torch`` checkpoint of another model, once Megatron
-    fails to load it; the message names the arguments that differ.
+    An error of one rank is raised on all. LayoutError for a local or ``--ckpt-format torch``
+    checkpoint of another model, once Megatron fails to load it; the message names the arguments
+    that differ.
     """
     from megatron.training import checkpointing
 
@@ -275,23 +276,64 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
 
     def remember(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state, name, *more = found = stock(*args, **kwargs)
+        meet()
         if checkpointing.CheckpointType.GLOBAL not in more:
             read.append((name, getattr(state, "common", state)))
         return found
 
+    with (
+        _failing_together() as meet,
+        replaced(checkpointing, "_load_base_checkpoint", remember),
+        replaced(type(manager), "load", remember) if manager else nullcontext(),
+    ):
+        try:
+            return stock(*args, **kwargs)
+        except (AssertionError, KeyError, LayoutError, RuntimeError) as error:
+            name, state = read[-1] if read else (None, None)
+            saved = getattr((state or {}).get("args"), "__dict__", {})
+            is_other = isinstance(error, StateError | torch.OutOfMemoryError | dist.DistError)
+            if is_other or not differing_arguments(saved):
+                raise
+            raise of_another_model(name, shorten(str(error)), saved) from error
+
+
+@contextmanager
+def _failing_together() -> Iterator[Callable[[], None]]:
+    """Raise an error of one rank on all ranks that meet it: by the function that this yields.
+
+    They also meet when Megatron has loaded the model, and at its barrier. Every agreement in
+    between is a meeting, too.
+    """
+    from megatron.training import checkpointing
+
+    before, has_ended = count_failures(), not dist.is_initialized()
+
+    def meet() -> None:
+        if dist.is_initialized():
+            agree(lambda: None, None)
+
+    def go_on(stock: Callable[..., Any], *args: Any) -> Any:
+        meet()
+        return stock(*args)
+
+    def barrier(stock: Callable[..., Any], group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        nonlocal has_ended
+        if group is not None:
+            return stock(group, *args, **kwargs)
+        meet()
+        has_ended = True
+        return None
+
     try:
         with (
-            replaced(checkpointing, "_load_base_checkpoint", remember),
-            replaced(type(manager), "load", remember) if manager else nullcontext(),
+            replaced(checkpointing, "fix_query_key_value_ordering", go_on),
+            replaced(dist, "barrier", barrier),
         ):
-            return stock(*args, **kwargs)
-    except (AssertionError, KeyError, LayoutError, RuntimeError) as error:
-        name, state = read[-1] if read else (None, None)
-        saved = getattr((state or {}).get("args"), "__dict__", {})
-        is_other = isinstance(error, StateError | torch.OutOfMemoryError | dist.DistError)
-        if is_other or not differing_arguments(saved):
-            raise
-        raise of_another_model(name, shorten(str(error)), saved) from error
+            yield meet
+    except (Exception, SystemExit) as error:
+        if not has_ended and count_failures() == before:
+            join(error)
+        raise
 
 
 def _fit_entries(state: Any, stored: TorchDistReader | None) -> None:

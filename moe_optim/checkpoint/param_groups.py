@@ -106,7 +106,11 @@ def _joined(parts: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
         **parts[0],
         "optimizer": {**parts[0]["optimizer"], "param_groups": groups},
         "param_state": states,
-        **{f"{MANIFEST}.{number}": part[MANIFEST] for number, part in enumerate(parts[1:], 1)},
+        **{
+            f"{MANIFEST}.{number}": part[MANIFEST]
+            for number, part in enumerate(parts[1:], 1)
+            if MANIFEST in part
+        },
     }
 
 

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
     ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
@@ -46,7 +48,14 @@ from moe_optim.checkpoint.staging import (
 )
 from moe_optim.checkpoint.state_manifest import BY_NAME, SHARDING_TYPE, states_with_manifests
 from moe_optim.errors import StateError, listed
-from moe_optim.integration.agreement import agree, count_failures, from_first, gather_objects, join
+from moe_optim.integration.agreement import (
+    agree,
+    count_failures,
+    from_first,
+    gather_objects,
+    join,
+    reduce_max,
+)
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
 from moe_optim.weights.grouped_weight import GroupedWeight
@@ -60,6 +69,9 @@ _STRATEGIES = (TorchDistSaveShardedStrategy, FullyParallelSaveStrategyWrapper)
 
 _TOLD_BYTES = 4096
 """Longest error of a writer of local checkpoints."""
+
+_planned: WeakKeyDictionary[Any, list[tuple[Any, ...]]] = WeakKeyDictionary()
+"""Entries of this rank that strategies that keep plans have saved last."""
 
 _may_join = False
 """Whether the next collective of all ranks is an agreement: before and after a save is written."""
@@ -94,6 +106,8 @@ def save(  # noqa: PLR0913  # Megatron's
     _prepare(sharded_state_dict, folder)
     if not isinstance(sharded_strategy, _STRATEGIES):
         sharded_strategy = TorchDistSaveShardedStrategy()
+    if _forget_other_plans(sharded_strategy, sharded_state_dict):
+        validate_access_integrity = True
 
     def write() -> Any:
         given = sharded_strategy, validate_access_integrity, True, *more
@@ -147,6 +161,27 @@ def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
         complete_amaxes(sharded_state_dict)
     if folder is not None:
         from_first(lambda: invalidate(folder), None)
+
+
+def _forget_other_plans(strategy: Any, sharded_state_dict: Any) -> bool:
+    """Forget plans that were kept for entries other than those to save, and return whether so.
+
+    Every rank must call it. Megatron would save what was planned, and nothing else, in silence.
+    """
+    base = getattr(strategy, "base_strategy", strategy)
+    if not base.use_cached_ckpt_structure:
+        return False
+    names = ("key", "dtype", "global_shape", "local_shape", "global_offset", "replica_id")
+    planned = _planned.get(base)
+    _planned[base] = entries = [
+        tuple(getattr(entry, name, None) for name in names)
+        for entry in nested_values(sharded_state_dict)
+        if isinstance(entry, ShardedBase)
+    ]
+    is_other = reduce_max([planned not in (None, entries)], None) != [0]
+    if is_other:
+        _forget_plans(strategy)
+    return is_other
 
 
 def _forget_plans(strategy: Any) -> None:

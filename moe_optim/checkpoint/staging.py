@@ -191,7 +191,7 @@ def staging(*, is_synchronous: bool) -> Iterator[None]:
             replaced(strategies, "sharded_tensor_to_torch_sharded_tensor", with_views)
             if is_synchronous
             else nullcontext(),
-            replaced_in_writers("prepare_write_data", _together),
+            replaced_in_writers("prepare_write_data", _assigned),
         ):
             yield
     finally:
@@ -213,6 +213,16 @@ def with_views(stock: Any, entries: list[ShardedTensor], *args: Any, **kwargs: A
 
 def _together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return agree(partial(function, *args, **kwargs), None)
+
+
+def _assigned(stock: Any, self: Any, plan: SavePlan, planner: SavePlanner) -> None:
+    """Assign the items of a plan to files, with the tensors of this save.
+
+    NVRx would have its writer keep those of the first one, if plans are kept, and write them again:
+    values of quantized weights are other tensors in every save.
+    """
+    self.use_cached_data_structure = False
+    _together(stock, self, plan, planner)
 
 
 def _converted(stock: Any, state_dict: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ def _agree(act: Callable[[], Any], values: Sequence[int], group: Any) -> tuple[A
     return result, maxima
 
 
-def join(error: Exception) -> None:
+def join(error: BaseException) -> None:
     """Raise ``error`` on all ranks, in the agreement that the other ranks are in, or will be."""
 
     def act() -> None:

@@ -133,6 +133,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 model_sharded_state_dict, is_loading, sharding_type, metadata
             )
         is_flat = chosen == "dp_reshardable"
+        has_params = any(buffer.param_index_map for buffer in self.buffers)
+        if not (is_flat or is_loading or has_params):
+            return state  # keys of manifests without parameters are alike
         manifest = checkpoint.flat_states.manifest_object(
             self, model_sharded_state_dict, is_loading=is_loading, is_flat=is_flat
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module, Parameter
 
-from moe_optim.errors import StateError
+from moe_optim.errors import StateError, listed
 from moe_optim.integration.agreement import agree
 
 _replaced: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -126,13 +126,16 @@ def require_loaded(tensors: Callable[[], Iterable[Tensor]]) -> None:
             del _module_loads[module]
             continue
         name = f"the state of {type(module).__name__}"
+        if load.errors:
+            name += f" ({listed([error.strip() for error in load.errors])})"
         replaced |= {address: name for address, _ in _storages(module.parameters())}
     for address, _ in _storages(tensors()) if replaced else ():
         if address in replaced:
             raise StateError(
                 "weights and optimizer states: expected those of one checkpoint, got memory that a "
-                f"failed load of {replaced[address]} has partly replaced. Load another "
-                "checkpoint, or start the run again."
+                f"failed load of {replaced[address]} has partly replaced. Load another checkpoint, "
+                "or start the run again; after a load_state_dict that names keys alone, repeat it "
+                "without them, or with strict=False."
             )
 
 

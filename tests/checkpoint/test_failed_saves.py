@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoint.saving import _collect, writing_together
 from moe_optim.commands.train.run_folder import find_resume_point
@@ -27,6 +28,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import pretrain
 
 GROUPED = Station()
+RANK = torch.distributed.get_rank
 FLAT, BY_NAME = "dp_reshardable", "fully_reshardable"
 LATER = {"async_sharded_save": True, "async_strategy": "mcore"}
 HANGS_S = 240
@@ -179,6 +181,43 @@ def _fail_between_plan_and_cache(folder: Path) -> int:
     return Journey(GROUPED).scramble().load(folder / str(number)).check()
 
 
+def _change_while_plans_are_kept(folder: Path) -> list[Any]:
+    """Plan saves once, as above; one rank adds an entry to the second save, and others change.
+
+    Returns the saved values of the entry, and how many elements of later stations were compared.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelSaveStrategyWrapper,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    found: list[Any] = []
+    journey = Journey(GROUPED).fill()  # installs
+    kept = TorchDistSaveShardedStrategy(cached_metadata=True)
+    for name, strategy in (
+        ("alone", kept),
+        ("in parallel", FullyParallelSaveStrategyWrapper(kept, None, True)),
+    ):
+        for number in range(1, 5):
+            where = folder / name / str(number)
+            state = {"a": ShardedTensor.from_rank_offsets("a", torch.ones(8), replica_id=RANK())}
+            if number > 1 and RANK() == 1:
+                state["added"] = ShardedTensor.from_rank_offsets("added", torch.ones(8) * number)
+            if RANK() == 0:
+                where.mkdir(parents=True)
+            torch.distributed.barrier()
+            dist_checkpointing.save(state, str(where), strategy, number == 1)
+            stored = TorchDistReader(where)
+            found.append(stored.read("added").tolist() if "added" in stored.tensors else [])
+    journey.save(folder / "grouped", BY_NAME, sharded_strategy=kept)
+    Journey(GROUPED.but(ep=2)).fill().save(folder / "sharded", BY_NAME, sharded_strategy=kept)
+    for name in ("grouped", "sharded"):
+        found.append(Journey(GROUPED).scramble().load(folder / name).check())
+    return found
+
+
 def _fail_on_many_ranks(folder: Path) -> str:
     """Return the error of a save of which 1,000 ranks could not write their files."""
 
@@ -238,6 +277,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "kept plans": _fail_while_plans_are_kept,
         "many ranks": _fail_on_many_ranks,
         "a plan of one rank": _fail_between_plan_and_cache,
+        "other entries": _change_while_plans_are_kept,
         "a local writer": _fail_in_a_local_writer,
     }
     found = run_once(tmp_path_factory.mktemp("failed"), {2: jobs}, timeout_s=HANGS_S)
@@ -265,6 +305,14 @@ def test_what_a_failed_save_leaves_is_incomplete_and_the_next_save_is_not(failed
 @pytest.mark.parametrize("name", ["kept plans", "a plan of one rank"])
 def test_plans_that_ranks_keep_agree_after_a_save_that_one_of_them_failed(name, failed):
     assert all(failed(2, name))
+
+
+def test_what_was_not_there_when_plans_were_kept_is_saved(failed):
+    """Megatron saves what ``--ckpt-assume-constant-structure`` has planned, and nothing else."""
+    for alone_and_in_parallel in failed(2, "other entries"):
+        *added, grouped, sharded = alone_and_in_parallel
+        assert added == [[], [2.0] * 8, [3.0] * 8, [4.0] * 8] * 2
+        assert grouped and sharded
 
 
 def test_an_error_of_many_ranks_names_eight_of_them_and_counts_the_others(failed):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,13 @@ from moe_optim.checkpoint.files.folders import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoint.sealing import record_checksums
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, StateError
 from tests.support.hostile.damage import flip_in_archive
 from tests.support.ranks import run_ranks
 from tests.support.training import pretrain
 
 FLAGS = ["--ckpt-format", "torch", "--train-iters", "2", "--eval-interval", "1000"]
-OTHER_MODEL = "another model"
+OTHER_MODEL, ONE_OTHER_MODEL = "another model", "another model of one rank"
 FOLDERS = ["mp_rank_00_000", "mp_rank_00_001"]
 FILES = [
     f"{folder}/{name}.pt" for folder in FOLDERS for name in ("distrib_optim", "model_optim_rng")
@@ -63,7 +64,8 @@ def _save_and_load(root: Path) -> tuple[list[str | None], dict[str, str]]:
         checkpointing.torch.save, args = stock, training.get_args()
         seen.append(checkpoint_defect(root / "iter_0000002"))
         said = {name: _say(root, damage, args) for name, damage in {"": None, **DAMAGES}.items()}
-        return {**said, OTHER_MODEL: _load_another_model(root, chunks, optimizer)}
+        load = partial(_load_another_model, root, chunks, optimizer)
+        return {**said, ONE_OTHER_MODEL: load(changed=1), OTHER_MODEL: load(changed=0)}
 
     checkpointing.torch.save = look
     flags = [*FLAGS, "--save", str(root), "--save-interval", "1"]
@@ -91,24 +93,25 @@ def _say(root: Path, damage: Callable[[Path], object] | None, args: Any) -> str:
     return " ".join(state)
 
 
-def _load_another_model(root: Path, chunks: list[Any], optimizer: Any) -> str:
-    """Return what Megatron's loading says of the files of a model with twice the experts."""
+def _load_another_model(root: Path, chunks: list[Any], optimizer: Any, changed: int) -> str:
+    """Return what Megatron's loading says once one rank's file is of twice the experts."""
     from megatron.training import training
 
     rank, folder = torch.distributed.get_rank(), root / "iter_0000002"
-    path = folder / FOLDERS[rank] / "model_optim_rng.pt"
-    state = torch.load(path, weights_only=False)
-    state["args"].num_experts *= 2
-    (name,) = (name for name in state["model"] if name.endswith("layers.0.mlp.router.weight"))
-    state["model"][name] = state["model"][name].repeat(2, 1)
-    torch.save(state, path)
-    torch.distributed.barrier()
-    if rank == 0:
+    if rank == changed:
+        path = folder / FOLDERS[rank] / "model_optim_rng.pt"
+        state = torch.load(path, weights_only=False)
+        state["args"].num_experts *= 2
+        (name,) = (name for name in state["model"] if name.endswith("layers.0.mlp.router.weight"))
+        state["model"][name] = state["model"][name].repeat(2, 1)
+        torch.save(state, path)
         record_checksums(folder)
     torch.distributed.barrier()
     training.get_args().load = str(root)
     with pytest.raises(LayoutError) as raised:
         training.load_checkpoint(chunks, optimizer, None)
+    with pytest.raises(StateError, match="that a failed load of"):
+        optimizer.step()
     return str(raised.value)
 
 
@@ -117,11 +120,13 @@ def test_every_file_has_a_checksum_and_damage_is_refused_on_every_rank(tmp_path:
     results = run_ranks(2, _save_and_load, root)
     unfinished = "it was not saved to the end"
     assert results[0][0] == [*[unfinished] * 4, None], "two files of this rank, twice"
-    for _, said in results:
+    for rank, (_, said) in enumerate(results):
         assert "optimizer" in said.pop("").split()
-        other = said.pop(OTHER_MODEL)
-        assert "model_optim_rng.pt: expected the tensors of this model" in other
-        assert "(--num-experts: " in other
+        for name in (OTHER_MODEL, ONE_OTHER_MODEL):
+            other = said.pop(name)
+            assert "model_optim_rng.pt: expected the tensors of this model" in other
+            assert "(--num-experts: " in other
+            assert other.startswith("rank 1: ") == (rank == 0 and name == ONE_OTHER_MODEL)
         assert said.keys() == DAMAGES.keys()
         for name, message in said.items():
             assert message.startswith("StateError: "), name

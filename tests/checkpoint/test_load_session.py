@@ -48,6 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "copies": _count_copies,
         "in place": _count_copies_of_load,
         "one entry": _load_a_list_of_one_entry,
+        "surplus": _load_a_surplus_key,
     }
     together = {
         "one reads": _load_what_one_rank_reads,
@@ -299,6 +300,32 @@ def test_what_the_model_of_one_rank_fails_to_take_over_is_refused_on_every_rank(
     for said, restored in found(2, name):
         assert len(said) == 6 and all("that a failed load of" in one for one in said)
         assert restored
+
+
+def _load_a_surplus_key(folder: Path) -> str:
+    """Load weights beside a key that no module has, then step; return what the step says."""
+    journey = Journey(GROUPED).fill()
+    begin_step = journey.optimizer.begin_step
+    state = {**journey.model.state_dict(), "surplus": torch.zeros(1)}
+    with pytest.raises(RuntimeError, match="surplus"):
+        journey.model.load_state_dict(state)
+    with pytest.raises(StateError) as refusal:
+        begin_step()
+    journey.model.load_state_dict(state, strict=False)
+    begin_step()
+    with pytest.raises(RuntimeError, match="surplus"):
+        journey.model.load_state_dict(state)
+    del state["surplus"]
+    journey.model.load_state_dict(state)
+    begin_step()
+    return str(refusal.value)
+
+
+def test_a_step_after_a_load_that_refused_a_key_names_the_key_and_both_ways_on(found):
+    """torch raises once it has copied all others, also where it was given all."""
+    (said,) = found(1, "surplus")
+    assert 'load of the state of Model (Unexpected key(s) in state_dict: "surplus".' in said
+    assert said.endswith("repeat it without them, or with strict=False.")
 
 
 def _fail_to_request(folder: Path) -> str:

@@ -43,6 +43,36 @@ def _save_and_change(sharding: str, folder: Path) -> int:
     return Journey(GROUPED).scramble().load(folder).check()
 
 
+def _save_and_keep_plans(folder: Path) -> tuple[list[bool], int]:
+    """Save twice as for ``--ckpt-assume-constant-structure``, with other values.
+
+    Returns whether the writer was to use tensors of an earlier save, and how many elements of the
+    last checkpoint were compared.
+    """
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
+
+    kept, writer = [], filesystem_async.FileSystemWriterAsync
+    stock = writer.prepare_write_data
+
+    def prepare(self: Any, *args: Any) -> None:
+        kept.append(self.use_cached_data_structure)
+        stock(self, *args)
+
+    journey, strategy = (
+        Journey(GROUPED).scramble(),
+        TorchDistSaveShardedStrategy(cached_metadata=True),
+    )
+    with mock.patch.object(writer, "prepare_write_data", prepare):
+        for number in range(3):
+            request = journey.save(
+                folder / str(number), BY_NAME, sharded_strategy=strategy, **LATER
+            )
+            request.execute_sync()
+            journey.fill()
+    return kept, Journey(GROUPED).scramble().load(folder / "2").check()
+
+
 def _fail(name: str, folder: Path) -> tuple[str, str | None]:
     """Return the error of a save in which one rank fails, and why its folder is incomplete."""
     rank, target = FAULTS[name]
@@ -114,6 +144,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     jobs: dict[str, Callable[..., Any]] = {
         FLAT: partial(_save_and_change, FLAT),
         BY_NAME: partial(_save_and_change, BY_NAME),
+        "kept": _save_and_keep_plans,
         "atomic": partial(_save_locally, "atomic"),
         "fully_parallel": partial(_save_locally, "fully_parallel"),
         "local": _fail_locally,
@@ -127,6 +158,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("sharding", [FLAT, BY_NAME])
 def test_its_asynchronous_writer_writes_the_values_of_the_call(sharding, found):
     assert all(found(sharding))
+
+
+def test_its_writer_is_given_the_tensors_of_every_save_though_plans_are_kept(found):
+    for kept, compared in found("kept"):
+        assert kept == [False] * 3
+        assert compared
 
 
 @pytest.mark.parametrize("name", FAULTS)
