@@ -410,7 +410,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *_rules("Muon", "refuse",
         ("Megatron's dev branch with Muon",
-         lambda s: hasattr(s.ddp, "use_layer_wise_param_layout"),
+         lambda s: hasattr(type(s.ddp), "use_layer_wise_param_layout"),  # an argument in others
          "its distributed optimizer takes states of Adam alone, and does not shard matrices",
          "Check out a release, or main"),
         ("use_layer_wise_distributed_optimizer",

@@ -287,6 +287,8 @@ def setup_of(settings: Settings, config: Settings) -> Setup:
         assert having or name in BRANCHES, name
         for one in having or (flags, ddp, model):
             setattr(one, name, value)
+            if name in BRANCHES:  # declared there
+                one.__class__ = type(type(one).__name__, (type(one),), {name: value})
     return Setup.of_flags(MoEOptimConfig(**config), flags, ddp, [model, model])
 
 

@@ -219,7 +219,7 @@ class ManagedBucket:
         if self.state.weights not in OFFLOADED:
             self.require_held()
             masters = self.plan(generation)
-            self._planned_writes = self._master_places.count_writes()
+            self._planned_writes = self._count_master_writes()
             self.step_table = self.gather.plan_step(masters)
         return self.step_table
 
@@ -228,6 +228,9 @@ class ManagedBucket:
         self.state.record(Event.ENCODE if encoded else Event.SETTLE)
         if encoded:
             self._master_writes = self._planned_writes
+
+    def _count_master_writes(self) -> int:
+        return self._master_places.count_writes()
 
     # Gathers
 
@@ -249,7 +252,7 @@ class ManagedBucket:
             self._rest.zero_()
         if generation is None:
             masters = self.plan(self.owner.book.check_bucket(self))
-            encoded = encoded and self._master_places.count_writes() == self._master_writes
+            encoded = encoded and self._count_master_writes() == self._master_writes
         else:
             masters = self.plan(generation)
         self.gather.open(masters, encoded=encoded)

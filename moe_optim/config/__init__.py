@@ -211,7 +211,7 @@ def _check_field(name: str, value: Any) -> None:
         choices, meant = " or ".join(spell_values(name)), _meant(value, known)
         raise ConfigError(
             f"MoEOptimConfig: {name}: expected {choices}, got {quote(value)}. "
-            f"Write {meant or 'one of these'}."
+            f"Write {meant or choices}."
         )
 
 

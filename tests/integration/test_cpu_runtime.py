@@ -3,14 +3,12 @@
 import os
 import subprocess
 import sys
-import types
 from typing import Any
 
 import pytest
 import torch
 
-import moe_optim
-from moe_optim.errors import ConfigError, PatchError, StateError
+from moe_optim.errors import ConfigError, PatchError
 from moe_optim.formats import MXFP8
 from moe_optim.integration import cpu_runtime, patches
 from moe_optim.integration.engine import patch_state
@@ -96,35 +94,49 @@ def test_uninstall_or_a_failure_restores_every_name_that_install_redirected():
 
 # From a script of one's own
 
-IN_TIME = """
+TOO_LATE = """
 import torch, moe_optim
-import megatron
-moe_optim.use_cpu()
-moe_optim.use_cpu()  # again: nothing happens
-from megatron.core.fusions.fused_bias_swiglu import swiglu
-gates = torch.ones(2, 4, device="cuda", requires_grad=True)
-swiglu(gates).sum().backward()  # what torch compiles for a GPU runs as it is written
+{before}
+stock = torch.cuda.is_available
+try:
+    moe_optim.use_cpu()
+except moe_optim.StateError as error:
+    assert torch.cuda.is_available is stock  # nothing was redirected
+    print(error)
+else:
+    moe_optim.use_cpu()  # again: nothing happens
+    from megatron.core.fusions.fused_bias_swiglu import swiglu
+    gates = torch.ones(2, 4, device="cuda", requires_grad=True)
+    swiglu(gates).sum().backward()  # what torch compiles for a GPU runs as it is written
+    print("trains")
 """
+
+
+def use_cpu_after(statement):
+    """Return what a fresh process says of ``moe_optim.use_cpu()`` after a statement."""
+    kept = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TOO_LATE.format(before=statement)],
+        env=kept,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
 
 
 def test_a_script_chooses_the_cpu_before_it_imports_megatron():
     """A namespace alone is no import: nothing of Megatron is loaded yet."""
-    kept = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
-    command = [sys.executable, "-W", "ignore", "-c", IN_TIME]
-    done = subprocess.run(command, env=kept, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert use_cpu_after("import megatron") == "trains"
 
 
-def test_a_script_that_chooses_the_cpu_too_late_hears_of_it(monkeypatch):
+def test_a_script_that_chooses_the_cpu_too_late_hears_of_it():
     """It had ended in an internal error of torch's compiler, at the first product of experts."""
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    module: Any = types.ModuleType("megatron.fusions")
-    module.swiglu = torch.compile(lambda x: x)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    stock = torch.cuda.is_available
-    with pytest.raises(StateError, match=r"first import of megatron, got megatron\.fusions\.swi"):
-        moe_optim.use_cpu()
-    assert torch.cuda.is_available is stock  # nothing was redirected
+    said = use_cpu_after("import megatron.core")
+    assert said.startswith(
+        "moe_optim.use_cpu: expected to be called before the first import of megatron, got megatron"
+    )
+    assert "Move the call above everything that imports megatron" in said
 
 
 # Devices, pinning and type names
