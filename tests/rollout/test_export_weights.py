@@ -415,7 +415,7 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
         assert "got those of a later step. Take no" in errors["a step and its gather"]
         assert "they are offloaded. Call reload_from_cpu()" in errors["on the host"]
         assert "expected one of hf_per_expert, sequential, hf, grouped" in errors["a layout"]
-        assert "expected one of compressed_tensors" in errors["a convention"]
+        assert "expected compressed_tensors or modelopt" in errors["a convention"]
         assert "got layernorm_zero_centered_gamma. Pass layout='seq" in errors["weights from zero"]
 
 
