@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -283,7 +282,7 @@ def listen(module: Module) -> None:
     """
     linears = [linear for _, linear in grouped_linears(module)]
     for linear in linears:
-        linear._apply = partial(_apply, linear)
+        linear._apply = _Apply(linear)
     wrappers = [one for one in module.modules() if is_wrapper(one)]
     hooks: list[tuple[Module, Callable[..., None]]] = [
         (wrapper, _pass_on)
@@ -297,11 +296,24 @@ def listen(module: Module) -> None:
             _LISTENING.add(one)
 
 
-def _apply(linear: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    amaxes = held_amaxes(linear)
-    type(linear)._apply(linear, fn, recurse)
-    move_amaxes(linear, amaxes, fn)
-    return linear
+class _Apply:
+    """``_apply`` of one linear, which casts all but calibrated amaxes.
+
+    Its copies are those of copies of the linear, which goes with its last other reference.
+    """
+
+    def __init__(self, linear: Module) -> None:
+        self._linear = ref(linear)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Apply, (self._linear(),)
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        linear: Any = self._linear()
+        amaxes = held_amaxes(linear)
+        type(linear)._apply(linear, fn, recurse)
+        move_amaxes(linear, amaxes, fn)
+        return linear
 
 
 def _are_recorded(model: Any) -> bool:

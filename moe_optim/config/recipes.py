@@ -169,7 +169,10 @@ def _read_layers(path: Path) -> dict[Path, dict[str, dict[str, Any]]]:
         layers.append(layer)
         remedy = f"Correct `base` in {step}."
         if base in shipped_recipes():
-            remedy = f"Write {base}.yaml in {step}, and run `moe-optim recipes copy {base}` there."
+            remedy = (
+                f"Write `base: {base}.yaml` in {step}, and run `moe-optim recipes copy {base}` in "
+                "its folder."
+            )
         step = step.parent / base if base else None
     return dict(zip(chain[::-1], layers[::-1], strict=True))
 

@@ -24,13 +24,13 @@ class FusedNote(GradientNote):
     @classmethod
     def of(cls, weight: Any, like: Tensor) -> "FusedNote":
         """Return the hook of ``weight``, registered before its gradient is accumulated."""
-        hooks = (weight._backward_hooks or {}).values()
-        note = next((hook for hook in hooks if isinstance(hook, FusedNote)), None)
-        if note is None:
-            note = cls(weight, like)
-            weight.register_hook(note)
-        elif note.zeros.device != like.device:
-            note.zeros = cls(weight, like).zeros
+        for hook in (weight._backward_hooks or {}).values():
+            if isinstance(hook, FusedNote):
+                if hook.zeros.device != like.device:
+                    hook.zeros = cls(weight, like).zeros
+                return hook
+        note = cls(weight, like)
+        weight.register_hook(note)
         return note
 
     def __call__(self, gradient: Tensor) -> Tensor | None:  # type: ignore[override]

@@ -448,10 +448,14 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return gradients
 
     def _fuses_wgrad(self, weight: torch.nn.Parameter) -> bool:
-        """Return whether a gradient may bypass autograd, because no other hook needs it."""
+        """Return whether a gradient may bypass autograd, because no other hook needs it.
+
+        Autograd drops that of a weight frozen since the forward pass.
+        """
         hooks: Iterable[Any] = (weight._backward_hooks or {}).values()
         return (
             self.fuse_wgrad_accumulation
+            and weight.requires_grad
             and all(isinstance(hook, GradientNote) for hook in hooks)
             and not weight._post_accumulate_grad_hooks
         )

@@ -119,11 +119,12 @@ class Wholes:
 
 
 def require_plain_model(config: Any) -> None:
-    """Raise ConfigError for settings with which engines of every family read other weights."""
+    """Raise ConfigError for settings that engines of every family do not compute with."""
     refuse(
         {name: getattr(config, name, None) for name in _UNNAMED},
-        expected="export_weights: expected weights as engines of Hugging Face's models read them",
-        remedy="Export in layout sequential or grouped, and convert them, or train without.",
+        expected="export_weights: expected a model that Hugging Face's code computes alike",
+        remedy="Pass layout='sequential' or 'grouped', under Megatron's names, and convert the "
+        "weights yourself; or train without these settings.",
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from textwrap import shorten
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -127,15 +128,15 @@ def require_loaded(tensors: Callable[[], Iterable[Tensor]]) -> None:
             continue
         name = f"the state of {type(module).__name__}"
         if load.errors:
-            name += f" ({listed([error.strip() for error in load.errors])})"
+            name += f" ({listed([shorten(error, 300) for error in load.errors])})"
         replaced |= {address: name for address, _ in _storages(module.parameters())}
     for address, _ in _storages(tensors()) if replaced else ():
         if address in replaced:
             raise StateError(
                 "weights and optimizer states: expected those of one checkpoint, got memory that a "
                 f"failed load of {replaced[address]} has partly replaced. Load another checkpoint, "
-                "or start the run again; after a load_state_dict that names keys alone, repeat it "
-                "without them, or with strict=False."
+                "or start the run again. If load_state_dict has only found keys unexpected or "
+                "missing, repeat it with strict=False."
             )
 
 

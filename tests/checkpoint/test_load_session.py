@@ -325,7 +325,7 @@ def test_a_step_after_a_load_that_refused_a_key_names_the_key_and_both_ways_on(f
     """torch raises once it has copied all others, also where it was given all."""
     (said,) = found(1, "surplus")
     assert 'load of the state of Model (Unexpected key(s) in state_dict: "surplus".' in said
-    assert said.endswith("repeat it without them, or with strict=False.")
+    assert said.endswith("unexpected or missing, repeat it with strict=False.")
 
 
 def _fail_to_request(folder: Path) -> str:

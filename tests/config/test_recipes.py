@@ -165,7 +165,7 @@ def test_a_recipe_that_cannot_be_read_is_refused(tmp_path):
 def test_a_missing_base_names_the_recipe_that_asks_for_it(write):
     with pytest.raises(ConfigError, match=r"^gone.yaml: .*Correct `base` in .*run.yaml\.$"):
         load_recipe(write("base: gone.yaml\n"))
-    with pytest.raises(ConfigError, match=r"Write quickstart.yaml in .*run.yaml, and run `moe-opt"):
+    with pytest.raises(ConfigError, match=r"Write `base: quickstart.yaml` in .*run.yaml, and run"):
         load_recipe(write("base: quickstart\n"))
 
 

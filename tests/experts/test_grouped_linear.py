@@ -190,6 +190,21 @@ def test_gradients_of_other_uses_of_a_weight_count(format, layout, passes, delay
     assert len(nodes) == len(linear.weights())
 
 
+@stored
+@every_layout
+def test_a_weight_frozen_since_the_forward_pass_takes_no_gradient(format, layout):
+    linear = make_linear(format, layout)
+    give_main_grads(linear, torch.float32)
+    tokens, ends = make_tokens(linear, COUNTS)
+    output = linear(tokens, ends)
+    linear.requires_grad_(False)
+    output.sum().backward()
+    assert tokens.grad is not None
+    for weight in linear.weights():
+        assert weight.grad is None
+        assert (weight.main_grad == 0.5).all()
+
+
 # Weights at the wrong time
 
 

@@ -4,7 +4,9 @@ Its linears stand in, see ``te_experts``; the oracle quantizes by hand at every 
 """
 
 import copy
+import gc
 import pickle
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -313,7 +315,11 @@ def test_ranks_that_share_an_expert_take_its_whole_amax():
         assert_bytes_equal(torch.cat(parts, dim=1), want)
 
 
-@pytest.mark.parametrize("way", [lambda one: one, copy.deepcopy], ids=["itself", "a copy"])
+def pickled(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+@pytest.mark.parametrize("way", [lambda one: one, copy.deepcopy, pickled])
 @pytest.mark.parametrize("cast", [torch.nn.Module.bfloat16, torch.nn.Module.double])
 def test_casts_leave_amaxes_in_fp32(cast, way):
     """Of weights and of inputs, also in a copy of the linear."""
@@ -325,6 +331,19 @@ def test_casts_leave_amaxes_in_fp32(cast, way):
     for name, amax in amaxes.items():
         got = getattr(cast_one.linear, f"calibrated_{name}")
         assert_bytes_equal(got, amax.view(-1, 1, 1), what=name)
+
+
+def test_calibrated_experts_are_freed_with_their_last_reference():
+    """Without waiting for the garbage collector, which does not see memory of a GPU."""
+    experts = Experts()
+    set_calibrated_amax(experts.linear, torch.ones(EXPERTS))
+    weight = weakref.ref(experts.linear.weight0)
+    gc.disable()
+    try:
+        del experts
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_copies_are_neither_parameters_nor_state():

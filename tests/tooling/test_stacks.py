@@ -123,6 +123,6 @@ def test_packages_are_installed_once_and_folders_with_others_refused(tmp_path, m
         assert len(commands) == 2
     missing = PACKAGES[0]
     shutil.rmtree(tmp_path / f"{missing.replace('==', '-')}.dist-info")
-    with pytest.raises(ValueError, match=re.escape(f"expected {missing}, got a folder without")):
+    with pytest.raises(ValueError, match=re.escape(f"expected {missing}, got a folder with")):
         install_packages(tmp_path)
     assert len(commands) == 2

@@ -78,7 +78,7 @@ def install_packages(folder: Path) -> None:
         return
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
-            f"{folder}: expected {', '.join(missing)}, got a folder without. Name another folder."
+            f"{folder}: expected {', '.join(missing)}, got a folder with other files. Name another."
         )
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(folder)]
     subprocess.run([*pip, *PACKAGES], check=True)

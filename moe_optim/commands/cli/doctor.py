@@ -138,7 +138,7 @@ def _note(name: str, package: Package | None) -> str:
     if not package.checkout:
         return "the installed wheel"
     try:
-        return f"a source checkout, overrides the wheel {importlib.metadata.version(name)}"
+        return f"a source checkout, which overrides the wheel {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
         return "a source checkout, no wheel"
 

@@ -102,7 +102,7 @@ def test_a_checkout_of_another_version_wins_and_is_an_error(light, tmp_path):
     megatron = report["packages"]["megatron-core"]
     assert (megatron["state"], megatron["path"], megatron["checkout"]) == ("unfit", str(core), True)
     installed = importlib.metadata.version("megatron-core")
-    assert megatron["note"] == f"a source checkout, overrides the wheel {installed}"
+    assert megatron["note"] == f"a source checkout, which overrides the wheel {installed}"
     assert f"got {version} from the source checkout {core}." in report["problems"][0]
 
 
