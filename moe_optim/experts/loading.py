@@ -16,6 +16,7 @@ from moe_optim.experts.keys.finding import expert_remainders, refuse_keys, surve
 from moe_optim.experts.keys.layouts import (
     CALIBRATED_AMAX,
     LINEARS,
+    STORED_ALIKE,
     ExpertSet,
     KeyPattern,
     get_layout,
@@ -72,21 +73,19 @@ class LocalExperts:
 
         ``entries`` are weights and biases of one container in any layout, with local or all
         experts, sharded or whole: interleaved as in the model, or with gate rows first under names
-        of Hugging Face's models. Those in the rank's layout are returned unchanged. LayoutError
-        without one complete set, or for another number or size of experts.
+        of legacy experts and of Hugging Face's models. Those in the rank's layout are returned
+        unchanged. LayoutError without one complete set, or for another number or size of experts.
         """
         shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in entries.items()}
         if shapes == self.own.shapes():
             return dict(entries)
         source = self._find_source(shapes)
         first = self.ep[0] * self.own.num_experts if source.num_experts == self.counts[1] else 0
-        # in Hugging Face's models gate rows come first, as export_weights has them
-        is_megatrons = not source.layout.name.startswith("hf")
         values = convert_expert_set(
             {key: plain_values(value) for key, value in entries.items()},
             source,
             self.own.layout,
-            source_interleave=self.interleave if is_megatrons else None,
+            source_interleave=self.interleave if source.layout.name in STORED_ALIKE else None,
             target_interleave=self.interleave,
             experts=range(first, first + self.own.num_experts),
         )

@@ -74,11 +74,11 @@ def test_whole_experts_are_cut_for_tensor_parallel_ranks(source):
 
 
 @every_source
-def test_rows_alternate_as_in_the_model_unless_hugging_face_names_them(source):
-    """Its models have all gate rows first, as exports under those names do."""
+def test_rows_alternate_as_in_the_model_only_in_layouts_that_megatron_stores_alike(source):
+    """All others have gate rows first, as exports and conversions under those names do."""
     bias = source != "legacy"
     experts = make_experts(LOCAL, FFN, HIDDEN, bias=bias)
-    rows = None if source.startswith("hf") else 2
+    rows = 2 if source in ("grouped", "indexed", "sequential") else None
     for target in TARGETS:
         local = place(target, interleave=2, bias=bias)
         taken = local.take_from(make_state(experts, source, interleave=rows))

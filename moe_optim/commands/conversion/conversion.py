@@ -33,7 +33,6 @@ from moe_optim.commands.conversion.file_plan import (
 )
 from moe_optim.commands.conversion.layer_view import (
     STATE_KIND,
-    STORED_ALIKE,
     LayerView,
     Place,
     stored_key,
@@ -41,7 +40,7 @@ from moe_optim.commands.conversion.layer_view import (
 from moe_optim.commands.conversion.object_edits import replace_int
 from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
 from moe_optim.errors import ConfigError, LayoutError, StateError
-from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
+from moe_optim.experts.keys.layouts import STORED_ALIKE, ExpertSet, KeyLayout, get_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,15 +243,17 @@ def _heads_of_states(view: LayerView) -> dict[str, str]:
 def _check_interleaves(plan: ConversionPlan) -> None:
     check_row_order(plan.view, plan.source_interleave)
     path, first = plan.view.reader.path, plan.sets[0]
-    for side, interleave, layout in (
-        ("source", plan.source_interleave, first.layout),
-        ("target", plan.target_interleave, plan.to),
-    ):
-        if interleave and not layout.can_interleave:
-            raise LayoutError(
-                f"{path}: expected a GLU interleave of 0 for the {side} layout {layout.name}, "
-                f"whose gate and up rows are separate tensors, got {interleave}."
-            )
+    if plan.target_interleave and plan.to.name not in STORED_ALIKE:
+        raise LayoutError(
+            f"--experts {plan.to.name}: expected a GLU interleave of 0, as all gate rows come "
+            f"first, got {plan.target_interleave}. Drop --glu-interleave."
+        )
+    if plan.source_interleave and not first.layout.can_interleave:
+        raise LayoutError(
+            f"{path}: expected a GLU interleave of 0 for the source layout {first.layout.name}, "
+            f"whose gate and up rows are separate tensors, got {plan.source_interleave}."
+        )
+    for interleave in (plan.source_interleave, plan.target_interleave):
         bad = [one for one in plan.sets if interleave and one.ffn % interleave]
         if bad:
             raise LayoutError(

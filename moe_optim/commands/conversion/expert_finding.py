@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from moe_optim.checkpoint.files.reader import TensorInfo
-from moe_optim.commands.conversion.layer_view import STATE_KIND, STORED_ALIKE, LayerView
+from moe_optim.commands.conversion.layer_view import STATE_KIND, LayerView
 from moe_optim.commands.conversion.model_sources import configured_experts
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.finding import find_expert_sets, survey_expert_sets
-from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
+from moe_optim.experts.keys.layouts import STORED_ALIKE, ExpertSet, KeyLayout, get_layout
 
 STORED = "experts.experts."
 """Part of the ``torch_dist`` names of expert tensors other than weights."""

@@ -16,8 +16,6 @@ from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, Tensor
 from moe_optim.checkpoint.state_manifest import state_kinds
 from moe_optim.errors import ConfigError, LayoutError
 
-STORED_ALIKE = ("grouped", "indexed", "sequential")
-"""Megatron's layouts, which are identical in ``torch_dist``."""
 _STORED = re.compile(r"(?P<head>.*\bexperts\.)experts\.(?P<tail>linear_fc[12]\.(weight|bias))")
 _STACKED = re.compile(r"(?P<head>.*\blayers\.)(?P<tail>[^0-9].*)")
 STATE_KIND = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.")

@@ -188,6 +188,8 @@ LAYOUTS: dict[str, KeyLayout] = {
     name: KeyLayout(name=name, patterns=patterns) for name, patterns in _TABLE.items()
 }
 """All named layouts."""
+STORED_ALIKE = ("grouped", "indexed", "sequential")
+"""Megatron's layouts, which are identical in ``torch_dist``; gate and up rows may alternate."""
 
 LINEARS = ("linear_fc1", "linear_fc2")
 """Names of the linears of experts in Megatron."""

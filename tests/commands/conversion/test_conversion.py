@@ -243,10 +243,13 @@ def test_states_that_some_experts_lack_are_refused(tmp_path):
 CONTRADICTIONS = {
     "--from hf: expected one of grouped": {"source_layout": get_layout("hf")},
     f"divides {FFN}, .* got 3": {"glu_interleave": 3},
-    "interleave of 0 for the target layout hf_per_expert": {
-        "to": "hf_per_expert",
-        "format": "safetensors",
-        "glu_interleave": 4,
+    **{
+        f"--experts {to}: expected a GLU interleave of 0, as all gate rows come first, got 4": {
+            "to": to,
+            "format": "safetensors",
+            "glu_interleave": 4,
+        }
+        for to in ("hf", "hf_per_expert")
     },
 }
 
