@@ -372,8 +372,8 @@ def _save_distributed(act: Callable[[], Any]) -> Any:
     global _may_join
     before, _may_join = count_failures(), False
 
-    def barrier(stock: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return agree(lambda: None, None) if group is None else stock(group, *args, **kwargs)
+    def barrier(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs) if args or kwargs else agree(lambda: None, None)
 
     try:
         with replaced(torch.distributed, "barrier", barrier):

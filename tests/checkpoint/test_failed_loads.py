@@ -1,0 +1,68 @@
+"""A load of Megatron's that fails on one rank is raised on every rank, or on that one at once."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from tests.support.ranks import run_ranks
+from tests.support.training import pretrain
+
+pytestmark = pytest.mark.slow
+
+CHECKPOINTING, CORE = "megatron.training.checkpointing", "megatron.core.dist_checkpointing"
+FAULTS = {  # what fails on rank 1, where the other's next collective is an agreement
+    "model": "moe_optim.experts.module.GroupedExperts.sharded_state_dict",
+    "arguments": f"{CHECKPOINTING}.check_checkpoint_args",
+    "random state": f"{CHECKPOINTING}.tensor_parallel.get_cuda_rng_tracker",
+}
+ALONE = f"{CORE}.serialization.load_preprocess"
+"""What fails where the other rank gathers entries next, which an agreement must not answer."""
+
+
+def _load(folder: Path, chunks: list[Any], optimizer: Any) -> dict[str, str]:
+    from megatron.training import training
+
+    args, said = training.get_args(), {}
+    args.load, args.no_load_optim = str(folder), True
+    for name, target in FAULTS.items():
+        fails = torch.distributed.get_rank() == 1
+        error = ConfigError(f"the {name} is refused")
+        try:
+            with mock.patch(target, side_effect=error) if fails else nullcontext():
+                training.load_checkpoint(chunks, optimizer, None)
+        except Exception as caught:
+            said[name] = str(caught)
+        torch.distributed.barrier()
+    assert training.load_checkpoint(chunks, optimizer, None)[0] == 1
+    fault = mock.patch(ALONE, side_effect=MemoryError)
+    if torch.distributed.get_rank() == 1:
+        with fault, pytest.raises(MemoryError):
+            training.load_checkpoint(chunks, optimizer, None)
+    else:
+        with pytest.raises(RuntimeError, match="(?i)closed|reset"):  # once that rank has ended
+            training.load_checkpoint(chunks, optimizer, None)
+    return said
+
+
+def _train_and_load(folder: Path) -> dict[str, str]:
+    flags = ["--train-iters", "1", "--eval-interval", "1000", "--save", str(folder)]
+    run = pretrain(
+        flags,
+        MoEOptimConfig(format="mxfp8"),
+        observe=lambda chunks, optimizer: _load(folder, chunks, optimizer),
+    )
+    return run.extra
+
+
+def test_what_fails_around_a_load_in_megatrons_loop_is_raised_on_every_rank(tmp_path: Path):
+    first, second = run_ranks(2, _train_and_load, tmp_path, timeout_s=60)
+    assert set(first) == set(second) == set(FAULTS)
+    for name in FAULTS:
+        assert second[name] == f"the {name} is refused"
+        assert first[name] == f"rank 1: the {name} is refused"
