@@ -289,7 +289,7 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         return found
 
     with (
-        _failing_together(manager),
+        _failing_together(given["optimizer"], manager),
         replaced(checkpointing, "_load_base_checkpoint", remember),
         replaced(type(manager), "load", remember) if manager else nullcontext(),
     ):
@@ -305,11 +305,11 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _failing_together(manager: Any) -> Iterator[None]:
+def _failing_together(optimizer: Any, manager: Any) -> Iterator[None]:
     """Raise an error of one rank on all, where their next collective is an agreement.
 
     Ranks meet before and after Megatron, or ``manager`` of local checkpoints, reads; when the model
-    is loaded; and at Megatron's barrier.
+    is loaded; after ``optimizer`` takes masters from it; and at Megatron's barrier.
     """
     global _may_join
     from megatron.training import checkpointing
@@ -333,8 +333,14 @@ def _failing_together(manager: Any) -> Iterator[None]:
         return found
 
     def go_on(stock: Callable[..., Any], *args: Any) -> Any:
-        meet()
+        meet(may_join=optimizer is None or hasattr(optimizer, "stepping"))
         return stock(*args)
+
+    def reload(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        global _may_join
+        _may_join = False  # ranks gather weights
+        stock(*args, **kwargs)
+        meet()
 
     def barrier(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return stock(*args, **kwargs) if args or kwargs else meet(may_join=False)
@@ -345,6 +351,7 @@ def _failing_together(manager: Any) -> Iterator[None]:
             replaced(checkpointing, "_load_base_checkpoint", read),
             replaced(type(manager), "load", read_local) if manager else nullcontext(),
             replaced(checkpointing, "fix_query_key_value_ordering", go_on),
+            replaced(type(optimizer), "reload_model_params", reload),
             replaced(dist, "barrier", barrier),
         ):
             yield

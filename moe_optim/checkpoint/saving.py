@@ -169,7 +169,7 @@ def _forget_other_plans(strategy: Any, sharded_state_dict: Any) -> bool:
     Every rank must call it. Megatron would save what was planned, and nothing else, in silence.
     """
     base = getattr(strategy, "base_strategy", strategy)
-    if not base.use_cached_ckpt_structure:
+    if not getattr(base, "use_cached_ckpt_structure", False):  # of a strategy of one's own
         return False
     names = ("key", "dtype", "global_shape", "local_shape", "global_offset", "replica_id")
     planned = _planned.get(base)

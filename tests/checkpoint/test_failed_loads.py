@@ -1,6 +1,7 @@
 """A load of Megatron's that fails on one rank is raised on every rank, or on that one at once."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,11 +22,13 @@ FAULTS = {  # what fails on rank 1, where the other's next collective is an agre
     "arguments": f"{CHECKPOINTING}.check_checkpoint_args",
     "random state": f"{CHECKPOINTING}.tensor_parallel.get_cuda_rng_tracker",
 }
-ALONE = f"{CORE}.serialization.load_preprocess"
-"""What fails where the other rank gathers entries next, which an agreement must not answer."""
+ALONE = {  # what fails where the other rank does something else next, which no agreement answers
+    "entries": f"{CORE}.serialization.load_preprocess",
+    "masters": "moe_optim.checkpoint.model_values.model_values_for",
+}
 
 
-def _load(folder: Path, chunks: list[Any], optimizer: Any) -> dict[str, str]:
+def _load(folder: Path, alone: str, chunks: list[Any], optimizer: Any) -> dict[str, str]:
     from megatron.training import training
 
     args, said = training.get_args(), {}
@@ -40,7 +43,8 @@ def _load(folder: Path, chunks: list[Any], optimizer: Any) -> dict[str, str]:
             said[name] = str(caught)
         torch.distributed.barrier()
     assert training.load_checkpoint(chunks, optimizer, None)[0] == 1
-    fault = mock.patch(ALONE, side_effect=MemoryError)
+    args.load_main_params_from_ckpt = alone == "masters"
+    fault = mock.patch(ALONE[alone], side_effect=MemoryError)
     if torch.distributed.get_rank() == 1:
         with fault, pytest.raises(MemoryError):
             training.load_checkpoint(chunks, optimizer, None)
@@ -50,18 +54,22 @@ def _load(folder: Path, chunks: list[Any], optimizer: Any) -> dict[str, str]:
     return said
 
 
-def _train_and_load(folder: Path) -> dict[str, str]:
+def _train_and_load(folder: Path, alone: str) -> dict[str, str]:
     flags = ["--train-iters", "1", "--eval-interval", "1000", "--save", str(folder)]
     run = pretrain(
         flags,
         MoEOptimConfig(format="mxfp8"),
-        observe=lambda chunks, optimizer: _load(folder, chunks, optimizer),
+        observe=partial(_load, folder, alone),
     )
     return run.extra
 
 
-def test_what_fails_around_a_load_in_megatrons_loop_is_raised_on_every_rank(tmp_path: Path):
-    first, second = run_ranks(2, _train_and_load, tmp_path, timeout_s=60)
+@pytest.mark.parametrize("alone", ALONE)
+def test_what_fails_around_a_load_in_megatrons_loop_is_raised_on_every_rank(
+    alone: str, tmp_path: Path
+):
+    """Or at once on the rank that fails, where the others would not hear of it."""
+    first, second = run_ranks(2, _train_and_load, tmp_path, alone, timeout_s=120)
     assert set(first) == set(second) == set(FAULTS)
     for name in FAULTS:
         assert second[name] == f"the {name} is refused"
