@@ -271,9 +271,9 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
 def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
     """Load a checkpoint; arguments and result are Megatron's. Every rank must call it.
 
-    An error of one rank is raised on all. LayoutError for a local or ``--ckpt-format torch``
-    checkpoint of another model, once Megatron fails to load it; the message names the arguments
-    that differ.
+    An error of one rank is raised on all, except where Megatron's own collectives come next.
+    LayoutError for a local or ``--ckpt-format torch`` checkpoint of another model, once Megatron
+    fails to load it; the message names the arguments that differ.
     """
     from megatron.training import checkpointing
 

@@ -28,6 +28,18 @@ ALONE = {  # what fails where the other rank does something else next, which no 
 }
 
 
+class _LocalManager:
+    """A manager of local checkpoints whose rank 1 cannot read its own."""
+
+    def find_latest(self) -> int:
+        return 5
+
+    def load(self) -> tuple[dict[str, Any], str]:
+        if torch.distributed.get_rank() == 1:
+            raise ConfigError("the local file is refused")
+        return {}, "5"
+
+
 def _load(folder: Path, alone: str, chunks: list[Any], optimizer: Any) -> dict[str, str]:
     from megatron.training import training
 
@@ -42,6 +54,11 @@ def _load(folder: Path, alone: str, chunks: list[Any], optimizer: Any) -> dict[s
         except Exception as caught:
             said[name] = str(caught)
         torch.distributed.barrier()
+    args.non_persistent_ckpt_type = "local"
+    with pytest.raises(ConfigError) as raised:
+        context = {"local_checkpoint_manager": _LocalManager()}
+        training.load_checkpoint(chunks, optimizer, None, checkpointing_context=context)
+    said["local file"], args.non_persistent_ckpt_type = str(raised.value), None
     assert training.load_checkpoint(chunks, optimizer, None)[0] == 1
     args.load_main_params_from_ckpt = alone == "masters"
     fault = mock.patch(ALONE[alone], side_effect=MemoryError)
@@ -70,7 +87,7 @@ def test_what_fails_around_a_load_in_megatrons_loop_is_raised_on_every_rank(
 ):
     """Or at once on the rank that fails, where the others would not hear of it."""
     first, second = run_ranks(2, _train_and_load, tmp_path, alone, timeout_s=120)
-    assert set(first) == set(second) == set(FAULTS)
-    for name in FAULTS:
+    assert set(first) == set(second) == {*FAULTS, "local file"}
+    for name in first:
         assert second[name] == f"the {name} is refused"
         assert first[name] == f"rank 1: the {name} is refused"
