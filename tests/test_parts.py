@@ -11,11 +11,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moe_optim
 from moe_optim.errors import LayoutError
 from moe_optim.formats import (
     FORMATS,
     MXFP8,
     NVFP4,
+    QuantizedWeight,
     reference,
 )
 from moe_optim.formats.partition import infer_partition
@@ -139,15 +141,33 @@ def test_special_values_on_all_sides_of_cuts(shape, axes):
         assert_parts_are_slices(weight, partition, quantize_on_ranks(weight, partition))
 
 
+def _whole_blocks(format):
+    shape = (2, 2 * format.block_row_height, 4 * format.block_length)
+    axes = {"experts": {"ep": 2}, "rows": {"tp": 2}, "columns": {"fsdp": 2}}
+    return infer_partition(format, axes, shape=shape)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_parts_of_whole_blocks_are_weights(format):
+    """Their buffers are those of a ``QuantizedWeight``, and dequantize to their values."""
+    partition = _whole_blocks(format)
+    assert partition.has_whole_blocks
+    weight = wide_range_weights(*partition.shape)
+    values = moe_optim.dequantize(reference.quantize(weight, format))
+    results = quantize_on_ranks(weight, partition)
+    for coordinate, buffers in zip(coordinates(partition), results, strict=True):
+        own = (buffers[name] for name in format.buffer_names)
+        part = QuantizedWeight.of_buffers(format, partition.part_shape, own)
+        assert_bytes_equal(moe_optim.dequantize(part), part_of(values, partition, coordinate))
+
+
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_whole_blocks_are_left_to_kernels_where_these_run(format, monkeypatch):
     """Also those whose experts go on elsewhere: a launch finds their amaxes."""
     launched = []
     plan_kernels(monkeypatch)
     monkeypatch.setattr(Plan, "launch", lambda plan: launched.append(plan))
-    shape = (2, 2 * format.block_row_height, 4 * format.block_length)
-    axes = {"experts": {"ep": 2}, "rows": {"tp": 2}, "columns": {"fsdp": 2}}
-    partition = infer_partition(format, axes, shape=shape)
+    partition = _whole_blocks(format)
     coordinate = dict.fromkeys(("ep", "tp", "fsdp"), 0)
     quantize_part(torch.zeros(partition.part_shape), partition, coordinate, lambda *_: None)
     find_maxima, encode, finish = launched

@@ -168,7 +168,7 @@ def open_session(folder: Path, group: Any) -> VettedReader:
     files that were found.
     """
     global _kept
-    stored = _find_kept(folder)
+    stored = agree(partial(_find_kept, folder), group)  # a rank that fails before may join it
     mine = (None, False) if stored is None else (stored.vetted.identity, stored.is_checked)
     everywhere = gather_objects(mine, group)
     identities = {identity for identity, _ in everywhere}

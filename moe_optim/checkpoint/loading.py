@@ -94,6 +94,9 @@ _CORE = "megatron.core.dist_checkpointing"
 _TRAINING = "megatron.training"
 _TENSORS_METADATA = f"{_CORE}.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata"
 
+_may_join = False
+"""Whether the next collective of all ranks, in Megatron's loading, is an agreement."""
+
 
 def load(  # noqa: PLR0913  # Megatron's
     sharded_state_dict: Any,
@@ -114,6 +117,7 @@ def load(  # noqa: PLR0913  # Megatron's
         LayoutError: flat optimizer states have other parameters, or an order that cannot be
             derived; gate and up are interleaved differently; or objects are not plain data.
     """
+    global _may_join
     stored, handling = None, parse_strict_flag(strict)
     if process_group is None:
         expect_agreement()
@@ -143,6 +147,7 @@ def load(  # noqa: PLR0913  # Megatron's
         entries = nested_values(sharded_state_dict)
         return (entry.data for entry in entries if isinstance(entry, kinds))
 
+    before, _may_join = _may_join, False
     try:
         with (
             replacing(targets, checkpoint_dir, lambda: stored is not None and stored.has_read),
@@ -160,6 +165,7 @@ def load(  # noqa: PLR0913  # Megatron's
             )
     finally:
         end_session()
+    _may_join = before
     state = result[0] if isinstance(result, tuple) else result
     state.pop(_ACCOUNTED, None)
     return result
@@ -245,6 +251,7 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
     Every rank of an initialized process group must call it: ranks share the reading. StateError
     lists all missing or damaged files.
     """
+    global _may_join
     found = original(f"{_TRAINING}.checkpointing:_get_checkpoint_format")(checkpoint_name, args)
     if installed_config() is not None and is_local(checkpoint_name):
         folder, is_joined = Path(checkpoint_name), dist.is_initialized()
@@ -257,15 +264,16 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
             agree(check, None) if is_joined else check()  # else only arguments are read
         elif found == "torch_dist" and is_joined:
             open_session(folder, None)
+        _may_join = is_joined and found in ("torch", "torch_dist")
     return found
 
 
 def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
     """Load a checkpoint; arguments and result are Megatron's. Every rank must call it.
 
-    An error of one rank is raised on all. LayoutError for a local or ``--ckpt-format torch``
-    checkpoint of another model, once Megatron fails to load it; the message names the arguments
-    that differ.
+    An error of one rank is raised on all, except where Megatron's own collectives come next.
+    LayoutError for a local or ``--ckpt-format torch`` checkpoint of another model, once Megatron
+    fails to load it; the message names the arguments that differ.
     """
     from megatron.training import checkpointing
 
@@ -276,13 +284,12 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
 
     def remember(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state, name, *more = found = stock(*args, **kwargs)
-        meet()
         if checkpointing.CheckpointType.GLOBAL not in more:
             read.append((name, getattr(state, "common", state)))
         return found
 
     with (
-        _failing_together() as meet,
+        _failing_together(given["optimizer"], manager),
         replaced(checkpointing, "_load_base_checkpoint", remember),
         replaced(type(manager), "load", remember) if manager else nullcontext(),
     ):
@@ -298,42 +305,62 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _failing_together() -> Iterator[Callable[[], None]]:
-    """Raise an error of one rank on all ranks that meet it: by the function that this yields.
+def _failing_together(optimizer: Any, manager: Any) -> Iterator[None]:
+    """Raise an error of one rank on all, where their next collective is an agreement.
 
-    They also meet when Megatron has loaded the model, and at its barrier. Every agreement in
-    between is a meeting, too.
+    Ranks meet before and after Megatron, or ``manager`` of local checkpoints, reads; when the model
+    is loaded; after ``optimizer`` takes masters from it; and at Megatron's barrier.
     """
+    global _may_join
     from megatron.training import checkpointing
 
-    before, has_ended = count_failures(), not dist.is_initialized()
-
-    def meet() -> None:
+    def meet(*, may_join: bool = True) -> None:
+        global _may_join
         if dist.is_initialized():
             agree(lambda: None, None)
+            _may_join = may_join
+
+    def read(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        meet(may_join=False)  # until the format is known: Megatron reduces the iteration
+        found = stock(*args, **kwargs)
+        meet()
+        return found
+
+    def read_local(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        meet()
+        found = stock(*args, **kwargs)
+        meet(may_join=False)  # ranks may exchange what they have read
+        return found
 
     def go_on(stock: Callable[..., Any], *args: Any) -> Any:
-        meet()
+        meet(may_join=optimizer is None or hasattr(optimizer, "stepping"))
         return stock(*args)
 
-    def barrier(stock: Callable[..., Any], group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        nonlocal has_ended
-        if group is not None:
-            return stock(group, *args, **kwargs)
+    def reload(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        global _may_join
+        _may_join = False  # ranks gather weights
+        stock(*args, **kwargs)
         meet()
-        has_ended = True
-        return None
 
+    def barrier(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs) if args or kwargs else meet(may_join=False)
+
+    before, _may_join = count_failures(), dist.is_initialized()
     try:
         with (
+            replaced(checkpointing, "_load_base_checkpoint", read),
+            replaced(type(manager), "load", read_local) if manager else nullcontext(),
             replaced(checkpointing, "fix_query_key_value_ordering", go_on),
+            replaced(type(optimizer), "reload_model_params", reload),
             replaced(dist, "barrier", barrier),
         ):
-            yield meet
+            yield
     except (Exception, SystemExit) as error:
-        if not has_ended and count_failures() == before:
+        if _may_join and count_failures() == before:
             join(error)
         raise
+    finally:
+        _may_join = False
 
 
 def _fit_entries(state: Any, stored: TorchDistReader | None) -> None:

@@ -169,7 +169,7 @@ def _forget_other_plans(strategy: Any, sharded_state_dict: Any) -> bool:
     Every rank must call it. Megatron would save what was planned, and nothing else, in silence.
     """
     base = getattr(strategy, "base_strategy", strategy)
-    if not base.use_cached_ckpt_structure:
+    if not getattr(base, "use_cached_ckpt_structure", False):  # of a strategy of one's own
         return False
     names = ("key", "dtype", "global_shape", "local_shape", "global_offset", "replica_id")
     planned = _planned.get(base)
@@ -372,8 +372,8 @@ def _save_distributed(act: Callable[[], Any]) -> Any:
     global _may_join
     before, _may_join = count_failures(), False
 
-    def barrier(stock: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return agree(lambda: None, None) if group is None else stock(group, *args, **kwargs)
+    def barrier(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs) if args or kwargs else agree(lambda: None, None)
 
     try:
         with replaced(torch.distributed, "barrier", barrier):

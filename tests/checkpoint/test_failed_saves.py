@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
-from moe_optim.checkpoint.saving import _collect, writing_together
+from moe_optim.checkpoint.saving import _collect, _forget_other_plans, writing_together
 from moe_optim.commands.train.run_folder import find_resume_point
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError, StateError
@@ -313,6 +314,11 @@ def test_what_was_not_there_when_plans_were_kept_is_saved(failed):
         *added, grouped, sharded = alone_and_in_parallel
         assert added == [[], [2.0] * 8, [3.0] * 8, [4.0] * 8] * 2
         assert grouped and sharded
+
+
+def test_a_strategy_of_ones_own_keeps_no_plans():
+    """Megatron's wrapper takes any."""
+    assert not _forget_other_plans(SimpleNamespace(base_strategy=object()), {})
 
 
 def test_an_error_of_many_ranks_names_eight_of_them_and_counts_the_others(failed):
