@@ -10,7 +10,7 @@ ACROSS = tl.constexpr(32)  # lines across a block, if more than one
 
 @triton.jit(do_not_specialize=["num_transposes"])
 def finish_gather_kernel(
-    copies,  # [num_copies, 8] int64, see finish_table.Copy
+    copies,  # [num_copies, 8] int64, see member_table.Copy
     tiles,  # [num_programs, 3] int32: copy, first row, first column
     num_transposes,
     PACK: tl.constexpr,
