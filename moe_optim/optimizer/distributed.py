@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
@@ -67,7 +68,10 @@ if TYPE_CHECKING:
     from moe_optim.weights.te.tensorwise import TensorwiseCast
 
 
-_is_first_shard = getattr(tensor_parallel, "param_is_not_gtp_duplicate", lambda _: True)
+if hasattr(DistributedDataParallelConfig, "use_layer_wise_param_layout"):  # Megatron's dev branch
+    _is_first_shard = getattr(tensor_parallel, "param_is_not_gtp_duplicate", lambda _: True)
+else:
+    _is_first_shard = tensor_parallel.param_is_not_gtp_duplicate
 
 
 class GroupedDistributedOptimizer(CheckpointedOptimizer):
