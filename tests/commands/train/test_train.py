@@ -231,3 +231,9 @@ def test_arguments_that_cannot_work_are_refused_before_a_rank_starts(command, ru
         assert code == 2
         assert message in errors
         assert not (run / "logs").exists()
+
+
+def test_text_that_is_missing_is_refused_before_anything_is_written(command, tmp_path):
+    code, out, err = command(on=(str(tmp_path / "absent"),), out=tmp_path / "run")
+    assert (code, out) == (2, "") and not (tmp_path / "run").exists()
+    assert f"--text {tmp_path / 'absent'}: expected a file or a folder" in err
