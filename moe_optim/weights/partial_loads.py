@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from textwrap import shorten
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module, Parameter
 
-from moe_optim.errors import StateError, listed
+from moe_optim.errors import StateError, listed, shorten
 from moe_optim.integration.agreement import agree
 
 _replaced: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -128,7 +127,7 @@ def require_loaded(tensors: Callable[[], Iterable[Tensor]]) -> None:
             continue
         name = f"the state of {type(module).__name__}"
         if load.errors:
-            name += f" ({listed([shorten(error, 300) for error in load.errors])})"
+            name += f" ({listed([shorten(error.strip()) for error in load.errors])})"
         replaced |= {address: name for address, _ in _storages(module.parameters())}
     for address, _ in _storages(tensors()) if replaced else ():
         if address in replaced:
