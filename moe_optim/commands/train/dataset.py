@@ -57,20 +57,26 @@ def standard_library_text() -> list[TextFile]:
     return files
 
 
+def require_text_paths(paths: Sequence[Path]) -> None:
+    """Raise ConfigError for a path that is neither a file nor a folder."""
+    for path in paths:
+        if not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"--text {path}: expected a file or a folder. Correct the path.")
+
+
 def find_text(paths: Sequence[Path]) -> list[TextFile]:
     """Return all files named by or below ``paths``, each once, in a fixed order.
 
     Hidden and empty files, and ``__pycache__``, are skipped in folders. ConfigError for a path
     without readable text.
     """
+    require_text_paths(paths)
     found: dict[Path, TextFile] = {}
     for path in paths:
         if path.is_dir():
             files = list(_walk(path))
-        elif path.is_file():
-            files = [file for file in [_describe(path, path.name)] if file.size]
         else:
-            raise ConfigError(f"--text {path}: expected a file or a folder. Correct the path.")
+            files = [file for file in [_describe(path, path.name)] if file.size]
         if not files:
             raise ConfigError(f"--text {path}: expected text, found none. Name other text.")
         for file in files:

@@ -22,6 +22,7 @@ from moe_optim.commands.train.dataset import (
     build_dataset,
     find_text,
     load_dataset,
+    require_text_paths,
     standard_library_text,
 )
 from moe_optim.commands.train.early_check import list_early_faults
@@ -97,9 +98,7 @@ def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
         raise ConfigError("--load: --resume loads from the run folder itself. Drop one of the two.")
     if args.text and (data := data_flags(given)):
         raise ConfigError(f"--text and {data[0]} both set the training data. Drop one of the two.")
-    for path in args.text:
-        if not path.exists():
-            raise ConfigError(f"--text {path}: expected a file or a folder. Correct the path.")
+    require_text_paths(args.text)
 
 
 def _inherit(args: argparse.Namespace, path: Path) -> argparse.Namespace:
