@@ -382,12 +382,6 @@ RULES: tuple[Rule, ...] = (
         ("--optimizer-cpu-offload without --bf16",
          lambda s: s.optimizer.optimizer_cpu_offload and not (s.optimizer.bf16 or s.optimizer.fp16),
          "fp32 weights are their own masters", "Give --bf16, or remove the flag"),
-        ("--overlap-param-gather-with-optimizer-step",
-         lambda s: s.optimizer.overlap_param_gather_with_optimizer_step,
-         "Megatron gathers the first chunk's weights once the first of the chained optimizers has "
-         "stepped, and that of the experts is the last of them; with an optimizer of experts per "
-         "chunk it could be supported",
-         "Give --overlap-param-gather alone"),
         ("step: fused with what makes a step Megatron's",
          lambda s: s.config.step == "fused" and _without_fusing(s, "step: fused"),
          "a fused step does not support it", "{step}; or set step: auto or step: stock"),

@@ -141,8 +141,6 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         MUON, BF16 | {"muon_gate_up": "apart", "muon_iteration": "fp16", "step": "stock"}),
     "muon_gate_up: apart with backend: reference:": (
         MUON, BF16 | {"muon_gate_up": "apart", "backend": "reference"}),
-    "--overlap-param-gather-with-optimizer-step:": (
-        {"overlap_param_gather_with_optimizer_step": True}, BF16),
     "--chunked-optimizer-state-offload:": ({"chunked_optimizer_state_offload": True}, BF16),
     "--qk-clip:": ({"qk_clip": True}, BF16),
     "--use-nccl-ub with quantized weights:": (NATIVE | {"nccl_ub": True}, MXFP8),

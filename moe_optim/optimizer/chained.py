@@ -278,6 +278,13 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         """Step, unless the policy skips this step."""
         return False if self._must_skip else super().step_with_ready_grads()
 
+    def _step(self) -> bool:
+        """Step all optimizers, each of which starts the gathers that belong into a step.
+
+        Megatron starts those of the first chunk's experts before their optimizer has stepped.
+        """
+        return all([part.step_with_ready_grads() for part in self.chained_optimizers])
+
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state to save, or shapes to load into. Every rank must call it.
 

@@ -556,7 +556,19 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step as Megatron does; see :meth:`updating`, but managed buckets end STALE."""
         with self.updating():
-            return super().step_with_ready_grads()
+            is_updated = super().step_with_ready_grads()
+        for _, group in self._gathered_in_step if is_updated else ():
+            group.start_param_sync()
+        return is_updated
+
+    @property
+    def _gathered_in_step(self) -> list[tuple[Any, Any]]:
+        """Groups of ``--overlap-param-gather-with-optimizer-step``: the first chunk's."""
+        return [
+            placed
+            for placed in self._placed_groups
+            if placed[0].overlap_param_gather_with_optimizer_step
+        ]
 
     def _copy_main_params_to_model_params(self) -> None:
         """Write this rank's bf16 and fp32 weights, and mark managed buckets STALE."""
@@ -581,12 +593,13 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Args:
             force_sync: whether to wait for the weights.
             after_update: whether the call follows :meth:`update_masters`, before anything can move
-                masters or weights. It then starts nothing if forward passes gather.
+                masters or weights. It then starts only what forward passes do not gather.
         """
+        placed = self._placed_groups
         if after_update and self.ddp_config.overlap_param_gather:
-            return
+            placed = self._gathered_in_step
         unmoved = after_update and not self._is_hooked
-        for chunk, group in self._placed_groups:
+        for chunk, group in placed:
             if isinstance(group, GroupedBucketGroup) and group.managed:
                 group.gather(force_sync=force_sync, unmoved=unmoved)
             else:

@@ -191,7 +191,9 @@ def build_muon(
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     tag_roles(model_chunks, emerging_optimizers._get_qkv_split_shapes)
     for chunk in model_chunks:
-        chunk.overlap_param_gather_with_optimizer_step = False
+        chunk.overlap_param_gather_with_optimizer_step = (
+            config.overlap_param_gather_with_optimizer_step and chunk is model_chunks[0]
+        )
     overrides = {**config_overrides, _SCALARS: {"optimizer": config.muon_scalar_optimizer}}
     param_groups = core_optimizer._get_param_groups(model_chunks, config, overrides)
     by_part: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)

@@ -135,6 +135,7 @@ class PlannedExperts:
         full = args.ddp_bucket_size or max(40_000_000, 1_000_000 * dense_dp)
         for chunk, layers in enumerate(self.chunks):
             is_cut = chunk == 0 and self.stage == 0 and args.overlap_grad_reduce
+            is_cut &= not args.overlap_param_gather_with_optimizer_step
             of_layer = [
                 (name, shape if self.grouped else (1, *shape[1:]))
                 for name, shape in self.weights
@@ -224,9 +225,6 @@ def _refuse(args: argparse.Namespace) -> None:
         "--moe-latent-size": args.moe_latent_size is not None,
         "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
         f"--optimizer {args.optimizer} (use adam or muon)": args.optimizer not in OPTIMIZERS,
-        "--overlap-param-gather-with-optimizer-step": (
-            args.overlap_param_gather_with_optimizer_step
-        ),
         "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--use-torch-fsdp2": args.use_torch_fsdp2,
     }

@@ -1,0 +1,125 @@
+"""``--overlap-param-gather-with-optimizer-step``: the first chunk's gathers start within a step.
+
+Hazard H15 of ``docs/faults-and-hazards.md``.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.integration import installation
+from tests.support.bytes import assert_same_tensors
+from tests.support.ranks import run_ranks
+from tests.support.states.life_cycle import (
+    QUANTIZED,
+    WIDTH,
+    initialize,
+    make_layers,
+    run_layers,
+    tokens_of,
+)
+from tests.support.training_runs.small_steps import weights_of
+from tests.support.wrapping import layer_config, wrap
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+
+
+@dataclass
+class Seen:
+    """What a rank saw of some steps."""
+
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    in_flight: list[list[bool]] = field(default_factory=list)
+    """Per step and chunk, whether gathers of all of its groups were in flight, or of none."""
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    parts: int = 0
+
+
+def _train(config: MoEOptimConfig | None, in_step: bool, optimizer: Any = "adam") -> Seen:
+    """Train two chunks of experts and a dense layer; ``config`` None for stock Megatron."""
+    from megatron.core import optimizer as core_optimizer
+    from megatron.core.optimizer import OptimizerConfig
+
+    initialize()
+    if config is not None:
+        installation.install(config, optimizer=optimizer)
+    chunks = []
+    for _ in range(2):
+        layers = make_layers(config.format if config else "bf16")
+        for index in QUANTIZED:
+            layers[index].weight.allreduce = False  # as experts: with an optimizer of their own
+        chunks.append(
+            wrap(layer_config(WIDTH), layers, overlap_grad_reduce=True, overlap_param_gather=True)
+        )
+    settings = OptimizerConfig(
+        optimizer=optimizer,
+        lr=1e-2,
+        bf16=True,
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+        overlap_param_gather_with_optimizer_step=in_step,
+    )
+    chain = core_optimizer.get_megatron_optimizer(settings, chunks)
+    seen = Seen(parts=len(chain.chained_optimizers))
+    for number in range(STEPS):
+        chain.zero_grad()
+        hidden = tokens_of(number, dist.get_rank())
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+            hidden = run_layers(chunk.module, hidden)
+        seen.outputs.append(hidden.detach().clone())
+        hidden.float().square().sum().backward()
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+        chain.step()
+        groups = [[*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups] for chunk in chunks]
+        flights = [{group.param_gather_handle is not None for group in of} for of in groups]
+        seen.in_flight.append([are_in_flight for (are_in_flight,) in flights])
+    for number, chunk in enumerate(chunks):
+        chunk.start_param_sync(force_sync=True)
+        seen.weights |= {f"{number}.{name}": one for name, one in weights_of(chunk).items()}
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("config", "optimizer"),
+    [
+        pytest.param(MoEOptimConfig(format="mxfp8", step="fused"), "adam", id="fused"),
+        pytest.param(
+            MoEOptimConfig(format="nvfp4", wire="bf16", step="fused"), "adam", id="shared memory"
+        ),
+        pytest.param(MoEOptimConfig(format="mxfp8", step="stock"), "adam", id="stock step"),
+        pytest.param(MoEOptimConfig(format="bf16", step="stock"), "adam", id="bf16, stock step"),
+        pytest.param(MoEOptimConfig(format="mxfp8_2d", step="fused"), "muon", id="muon"),
+    ],
+)
+def test_gathers_of_the_first_chunk_start_within_a_step_and_carry_what_it_wrote(
+    config: MoEOptimConfig, optimizer: str
+):
+    """Those of its experts, too, whose optimizer is the last. Outputs and weights are those of a
+    run that gathers in forward passes, to the bit."""
+    ours = run_ranks(2, _train, config, True, optimizer)
+    without = run_ranks(2, _train, config, False, optimizer)
+    for one, other in zip(ours, without, strict=True):
+        assert one.in_flight == [[True, False]] * STEPS
+        assert other.in_flight == [[False, False]] * STEPS
+        assert all(map(torch.equal, one.outputs, other.outputs))
+        assert not torch.equal(one.outputs[0], one.outputs[-1])
+        assert_same_tensors(one.weights, other.weights)
+
+
+def test_megatron_gathers_the_first_chunks_experts_before_they_have_stepped():
+    """A fault of its own: ranks have the new values of their own shards alone, and of the others
+    what was gathered too early."""
+    faulty, right = (run_ranks(2, _train, None, in_step) for in_step in (True, False))
+    assert [seen.parts for seen in faulty] == [3, 3]
+    (one, other), (same, again) = ([seen.weights for seen in of] for of in (faulty, right))
+    assert_same_tensors(same, again)
+    differing = {name for name in one if not torch.equal(one[name], other[name])}
+    experts = {f"0.module.{index}.weight" for index in QUANTIZED}
+    assert differing and differing <= experts
