@@ -3,7 +3,9 @@
 Hazard H15 of ``docs/faults-and-hazards.md``.
 """
 
+import shlex
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tests.support.states.life_cycle import (
     run_layers,
     tokens_of,
 )
+from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 from tests.support.training_runs.small_steps import weights_of
 from tests.support.wrapping import layer_config, wrap
 
@@ -123,3 +126,30 @@ def test_megatron_gathers_the_first_chunks_experts_before_they_have_stepped():
     differing = {name for name in one if not torch.equal(one[name], other[name])}
     experts = {f"0.module.{index}.weight" for index in QUANTIZED}
     assert differing and differing <= experts
+
+
+def _pretrain(flags: list[str]) -> Record:
+    return pretrain(flags, MoEOptimConfig(format="mxfp8", step="fused"))
+
+
+@pytest.mark.extended
+def test_a_pipeline_trains_and_resumes_with_it_as_without(tmp_path: Path):
+    """Two stages of two chunks, with evaluations between steps, in the one format of checkpoints
+    that Megatron's arguments allow with the flag; to the bit."""
+    flags = [*OVERLAP, "--overlap-param-gather-with-optimizer-step", "--ckpt-format", "torch"]
+    flags += shlex.split("--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8")
+    flags += shlex.split("--num-virtual-stages-per-pipeline-rank 2 --clip-grad 1.0")
+    flags += shlex.split("--eval-interval 2 --save-interval 100 --lr-decay-iters 8")
+    flags += ["--override-opt_param-scheduler"]
+    folder = str(tmp_path)
+    plain = [flag for flag in flags if "with-optimizer-step" not in flag]
+    without = run_ranks(4, _pretrain, [*plain, "--train-iters", "4"])
+    straight = run_ranks(4, _pretrain, [*flags, "--train-iters", "4"])
+    run_ranks(4, _pretrain, [*flags, "--train-iters", "2", "--save", folder])
+    resumed = run_ranks(4, _pretrain, [*flags, "--train-iters", "4", "--load", folder])
+    for rank in range(4):
+        assert_same_run(straight[rank], without[rank], what=f"rank {rank}")
+        assert resumed[rank].losses == {n: without[rank].losses[n] for n in resumed[rank].losses}
+        assert_same_tensors(resumed[rank].masters, without[rank].masters)
+        assert_same_tensors(resumed[rank].weights, without[rank].weights)
+    assert len(resumed[-1].losses) == 2
