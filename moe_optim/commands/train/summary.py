@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MODEL_KEYS = ("format", "optimizer", "parameters", "quantized_parameters", "rank0")
 STEPS: Mapping[str | None, str] = {
     "fused": "fused: moe_optim's own, one pass over gradients, masters and moments",
-    "stock": "stock: Megatron's code, as on a CPU; a GPU with kernels takes the fused step",
+    "stock": "stock: Megatron's code, as on a CPU; a GPU with kernels uses the fused step",
 }
 """Step of a run, as its description records it -> what the last screen says of it."""
 _TEST_LOSS = re.compile(r" validation loss at .* on test set \| lm loss value: (\S+)")
