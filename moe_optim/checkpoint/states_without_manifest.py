@@ -320,4 +320,7 @@ def _remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
         or stored.arguments.get("moe_single_grouped_weight")
     ):
         return f"{_WEIGHTS_ALONE.capitalize()}."
-    return f"Have what wrote it load it and save it with {_RESHARDABLE}, or {_WEIGHTS_ALONE}."
+    return (
+        f"Load it in the program that wrote it and save it with {_RESHARDABLE}, or "
+        f"{_WEIGHTS_ALONE}."
+    )

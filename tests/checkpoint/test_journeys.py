@@ -276,7 +276,9 @@ def _refused(load: Callable[[], object]) -> str:
 
 
 TRUSTING = GROUPED.but(knobs=(("trust_unmarked_states", True),))
-WITH_WHAT_WROTE_IT = "Have what wrote it load it and save it with --dist-ckpt-optim-fully-resh"
+WITH_WHAT_WROTE_IT = (
+    "Load it in the program that wrote it and save it with --dist-ckpt-optim-fully-resh"
+)
 WEIGHTS_ALONE = "oad only the weights (--no-load-optim)."
 
 
