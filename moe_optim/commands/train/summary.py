@@ -127,7 +127,8 @@ def print_summary(
         "training loss": f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}",
         "held-out loss": held_out and f"{held_out[0]:.4f} -> {held_out[-1]:.4f}",
         "test loss": test is not None and f"{test:.4f}",
-        "byte entropy": entropy is not None and f"{entropy:z.4f} nats/byte, of byte frequencies alone",
+        "byte entropy": entropy is not None
+        and f"{entropy:z.4f} nats/byte, of byte frequencies alone",
         "speed": f"{speed:.2f} iterations/s" if speed else "not measured",
         "time": f"{summary['seconds']:.0f} s for {trained:,} iterations",
         "summary": folder.summary,
