@@ -606,7 +606,7 @@ RULES: tuple[Rule, ...] = (
         ("--hidden-size, or --moe-ffn-hidden-size of a tensor-parallel rank, that the blocks of "
          "format or compute do not divide",
          lambda s: next(filter(None, (_partial_blocks(s.config, m) for m in s.portable)), None),
-         "expected whole blocks", "Pad the size, or take another format"),
+         "expected whole blocks", "Pad the size, or use another format"),
     ),
     *_rules("any configuration", "stock step",
         ("step: stock", lambda s: s.config.step == "stock",
@@ -649,7 +649,7 @@ RULES: tuple[Rule, ...] = (
         ("recorded amaxes with model.moe_mlp_glu_interleave_size",
          lambda s: _linear(s, "recorded amaxes", lambda m: m.amax() is not None),
          "Megatron-Bridge permutes the first axis of weights and amaxes, expected rows",
-         "Take a format other than nvfp4 and nvfp4_rows, and record_amax=false, or set the size "
+         "Use a format other than nvfp4 and nvfp4_rows, and record_amax=false, or set the size "
          "null", "model"),
     ),
     *_rules("moe-optim train", "refuse",

@@ -219,7 +219,7 @@ def _check_blocks(
     if not format.is_row_only:
         known = " or ".join(one.name for one in FORMATS.values() if one.is_row_only)
         raise ConfigError(
-            f"fake_quantize: format: expected {known}, got '{name}'. Take a format whose values "
+            f"fake_quantize: format: expected {known}, got '{name}'. Use a format whose values "
             "are the same in the GEMMs of both directions."
         )
     if experts[0].dtype == torch.float16:
@@ -271,7 +271,7 @@ def _check_values(amax: Tensor) -> None:
         first = int((values < 0).nonzero()[0])
         raise ConfigError(
             f"fake_quantize: amax: expected magnitudes, got {values[first].item()} for expert "
-            f"{first}. Take the largest of the absolute values."
+            f"{first}. Pass the largest absolute values."
         )
     if version is not None:
         _SEEN[amax] = version

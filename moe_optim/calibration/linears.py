@@ -159,6 +159,7 @@ def unknown_wrapper(name: str, module: Module) -> LayoutError:
     inside = (str(one.name) for one in module.modules() if isinstance(one, RecordsAmax))
     return LayoutError(
         f"{next(inside, name)}: expected a linear of experts, or an adapter around one with "
-        f"children to_wrap and adapter, as Megatron-Bridge's are, got {type(module).__name__}, in "
-        "which its weights would be passed over. Wrap it as Megatron-Bridge does, or not at all."
+        f"children to_wrap and adapter, as Megatron-Bridge's are, got {type(module).__name__}, "
+        "which hides its weights. Wrap it as Megatron-Bridge does, or not at all; if it is a layer "
+        "of your own, give it pg_collection, Megatron's ProcessGroupCollection."
     )

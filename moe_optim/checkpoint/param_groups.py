@@ -152,7 +152,7 @@ def _require_override(saved: Group, wanted: Group) -> None:
     if args is None or not args.override_opt_param_scheduler:
         raise LayoutError(
             f"optimizer: expected the learning rates that were saved, {_rates(saved)}, got "
-            f"{_rates(wanted)}. Give the same --lr and --min-lr, or go on with others by "
+            f"{_rates(wanted)}. Give the same --lr and --min-lr, or change them with "
             "--override-opt_param-scheduler."
         )
 

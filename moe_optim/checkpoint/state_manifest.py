@@ -64,8 +64,8 @@ def require_same_optimizer(
         wanted, got = "Adam's", "Muon's"
     raise LayoutError(
         f"{where}: expected {wanted} optimizer states, got {got} ({', '.join(sorted(kinds))}): one "
-        "optimizer cannot go on from states of the other. Give the --optimizer that the checkpoint "
-        "was saved with, or take the weights alone (--no-load-optim)."
+        "optimizer cannot continue from states of the other. Give the --optimizer that the "
+        "checkpoint was saved with, or load only the weights (--no-load-optim)."
     )
 
 

@@ -53,7 +53,7 @@ _CLOSE = 0.25
 """Largest accepted ratio |weight - master|^2 / |master|^2 for quantized weights. For normally
 distributed weights it is 0.0007 in 8 bits, 0.012 in NVFP4, and 2 for another expert's weights."""
 _USUAL_BUCKET = 40_000_000  # elements; Megatron's default with overlapped reductions
-_WEIGHTS_ALONE = "take the weights alone (--no-load-optim)"
+_WEIGHTS_ALONE = "load only the weights (--no-load-optim)"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 _WEIGHTS_FIRST = (
     "Load the weights of the same checkpoint first, as Megatron does (with --ckpt-step it takes "
@@ -289,8 +289,9 @@ def _whole_masters(states: Mapping[Any, Any], where: str) -> list[tuple[str, Ten
         ((dtype, tensors),) = states[number].items()
         if not isinstance(tensors["param"], Tensor):
             raise LayoutError(
-                f"{where}: expected one tensor a state and buffer, got one a bucket, as Megatron "
-                f"saved before February 2024, in another order. {_WEIGHTS_ALONE.capitalize()}."
+                f"{where}: expected one tensor per state and buffer, got one per bucket, as "
+                f"Megatron saved before February 2024, in another order. "
+                f"{_WEIGHTS_ALONE.capitalize()}."
             )
         found.append((str(dtype), tensors["param"]))
     return found
@@ -319,4 +320,7 @@ def _remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
         or stored.arguments.get("moe_single_grouped_weight")
     ):
         return f"{_WEIGHTS_ALONE.capitalize()}."
-    return f"Have what wrote it load it and save it with {_RESHARDABLE}, or {_WEIGHTS_ALONE}."
+    return (
+        f"Load it in the program that wrote it and save it with {_RESHARDABLE}, or "
+        f"{_WEIGHTS_ALONE}."
+    )

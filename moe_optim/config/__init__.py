@@ -51,9 +51,9 @@ class MoEOptimConfig:
     most 1% padding, else whole scales or bytes. ``stock``: Megatron's."""
     step: Literal["auto", "fused", "stock"] = "auto"
     """Master update. ``fused``: one launch per format and kind of weight applies Adam and
-    quantizes. ``stock``: Megatron's code. ``auto``: ``fused`` with kernels or ``offload_states``,
-    except with ``backend: reference`` and with ``layout: stock``, which guarantees Megatron's bits
-    (a fused norm may differ in the last)."""
+    quantizes. ``stock``: Megatron's code. ``auto``: ``fused`` with kernels, ``offload_states`` or
+    Muon, except with ``backend: reference`` and with ``layout: stock``, which guarantees Megatron's
+    bits (a fused norm may differ in the last)."""
     offload_states: float = 0.0
     """Fraction of this rank's masters and moments in pinned host memory between steps, in whole
     parameter shards; the GPU steps them in chunks, with the same bits. Requires a fused step.

@@ -116,12 +116,12 @@ class _Adapted:
         if not getattr(self.wrapper, "_adapter_enabled", True):
             raise StateError(
                 f"{where}: expected an adapter that adds to the outputs, got a disabled one. Call "
-                "enable_adapter_layers() first, or take the adapter out."
+                "enable_adapter_layers() first, or remove the adapter."
             )
         if not self._weights:
             raise LayoutError(
                 f"{where}: expected a linear with a weight, got "
-                f"{type(base_of(self.wrapper)).__name__}. Merge its adapter by Megatron-Bridge."
+                f"{type(base_of(self.wrapper)).__name__}. Merge its adapter with Megatron-Bridge."
             )
         for weight in self._weights:
             _require_writable(where, weight)
@@ -200,7 +200,7 @@ def _require_lora(where: str, adapter: Module) -> None:
         raise ConfigError(
             f"{where}: expected one of Megatron-Bridge's LoRA adapters, {', '.join(_LORA)}, with "
             f"{' and '.join(_MATRICES)} alone, got {type(adapter).__name__} with "
-            f"{', '.join(parameters) or 'no parameters'}. Merge it by what made it."
+            f"{', '.join(parameters) or 'no parameters'}. Merge it with the library that made it."
         )
 
 
@@ -217,7 +217,8 @@ def _require_writable(where: str, weight: Any) -> None:
     if getattr(weight, "shared_embedding", False):
         raise LayoutError(
             f"{where}: expected a weight of its own, got one tied to embeddings, which would not "
-            "change with it. Merge its adapter by Megatron-Bridge, or leave it out of the targets."
+            "change with it. Merge its adapter with Megatron-Bridge, or leave it out of the "
+            "targets."
         )
     if is_quantized(weight):
         raise StateError(

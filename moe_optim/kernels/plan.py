@@ -139,7 +139,7 @@ def check_backend(backend: str) -> None:
     if backend not in get_args(Backend):
         raise ConfigError(
             f"backend: expected {' or '.join(get_args(Backend))}, got '{backend}'. Write auto, "
-            "which takes kernels where they run."
+            "which uses kernels where they run."
         )
 
 

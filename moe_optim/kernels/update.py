@@ -309,7 +309,7 @@ def _match_members(
     if missing:
         raise LayoutError(
             f"{', '.join(missing)}: expected states whose masters are the sources of the "
-            "members, got none for these. Name every master, and take one backend for both."
+            "members, got none for these. Name every master, and use one backend for both."
         )
     return found
 

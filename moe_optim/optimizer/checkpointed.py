@@ -232,8 +232,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
             raise LayoutError(
                 "optimizer.load_state_dict: expected states of a distributed optimizer, got whole "
                 "ones, as --ckpt-format torch saves them without --use-distributed-optimizer, and "
-                "for Megatron's own Muon. Take the checkpoint to torch_dist by a run without the "
-                "plug-in (--ckpt-convert-format torch_dist --ckpt-convert-save DIR), and load "
+                "for Megatron's own Muon. Convert the checkpoint to torch_dist in a run without "
+                "the plug-in (--ckpt-convert-format torch_dist --ckpt-convert-save DIR), and load "
                 "DIR/torch_dist; or give --no-load-optim."
             )
         state_dict = dict(state_dict)

@@ -105,7 +105,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         if config.optimizer_cpu_offload:  # which would step other masters
             raise ConfigError(
                 "--optimizer-cpu-offload: expected moe_optim.get_megatron_optimizer to build the "
-                "optimizer, got Megatron's function. Call ours in its place, with its arguments."
+                "optimizer, got Megatron's function. Call ours instead, with its arguments."
             )
         if config.reuse_grad_buf_for_mxfp8_param_ag:
             config = copy.copy(config)

@@ -225,7 +225,7 @@ def _require_joinable(path: str, format: str, numel: int, axis: int, size: int) 
     if format == TENSORWISE or get_format(format).has_global_amax:
         scale = "scale" if format == TENSORWISE else "global scale"
         raise ConfigError(
-            f"export_weights: {path}: expected one {scale} an expert, got {cut}, where every "
+            f"export_weights: {path}: expected one {scale} per expert, got {cut}, where every "
             f"part of an expert has its own. {remedy}"
         )
     block = get_format(format).rowwise_block[axis]

@@ -276,8 +276,10 @@ def _refused(load: Callable[[], object]) -> str:
 
 
 TRUSTING = GROUPED.but(knobs=(("trust_unmarked_states", True),))
-WITH_WHAT_WROTE_IT = "Have what wrote it load it and save it with --dist-ckpt-optim-fully-resh"
-WEIGHTS_ALONE = "ake the weights alone (--no-load-optim)."
+WITH_WHAT_WROTE_IT = (
+    "Load it in the program that wrote it and save it with --dist-ckpt-optim-fully-resh"
+)
+WEIGHTS_ALONE = "oad only the weights (--no-load-optim)."
 
 
 def _follow_advice(folder: Path) -> dict[str, str]:

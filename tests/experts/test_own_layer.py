@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+import moe_optim
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, LayoutError
 from tests.support.bytes import assert_bytes_equal
 from tests.support.modules import experts
 from tests.support.ranks import run_ranks
@@ -66,8 +67,6 @@ def step_once(
     checkpoint; with ``save``, the step is saved, and another follows.
     """
     from megatron.core import dist_checkpointing
-
-    import moe_optim
 
     experts.start_ranks(expert_model_parallel_size=ep_size)
     config = experts.make_config(
@@ -128,3 +127,44 @@ def refuse_unmarked() -> str:
 def test_experts_without_a_mark_are_refused_before_gradients_of_others_are_added():
     for said in run_ranks(2, refuse_unmarked):
         assert said.startswith("experts.linear_fc1.weight.allreduce: expected False for experts")
+
+
+def calibrate_and_export() -> tuple[torch.Tensor, list[torch.Tensor], str]:
+    """Return the amaxes of fc1, the exported weights, and the error without process groups."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    experts.start_ranks()
+    config = experts.make_config(
+        hidden_size=HIDDEN, moe_ffn_hidden_size=FFN, num_moe_experts=EXPERTS
+    )
+    moe_optim.install(MoEOptimConfig())
+    layer = own_experts(1, make_values()[0], 0)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.experts = config, layer
+
+        def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+            return layer.sharded_state_dict("experts.")
+
+    chunks = [wrap(config, Model())]
+    with pytest.raises(LayoutError) as error:
+        moe_optim.calibrate(chunks)
+    layer.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    moe_optim.calibrate(chunks)
+    amaxes = moe_optim.calibrated_amax(layer.linear_fc1)
+    assert amaxes is not None
+    exported = dict(moe_optim.export_weights(chunks, layout="grouped"))
+    data = [exported[f"experts.{linear}.weight"] for linear in ("linear_fc1", "linear_fc2")]
+    return amaxes, data, str(error.value)
+
+
+def test_a_layer_with_process_groups_is_calibrated_and_exported():
+    amaxes, data, said = run_ranks(1, calibrate_and_export)[0]
+    assert "give it pg_collection" in said
+    quantized = [moe_optim.quantize(values, "mxfp8") for values in make_values()[0]]
+    values = moe_optim.dequantize(quantized[0]).float()
+    assert_bytes_equal(amaxes, values.abs().amax((1, 2), keepdim=True))
+    for own, reference in zip(data, quantized, strict=True):
+        assert_bytes_equal(own.view(torch.uint8), reference.rowwise_data)

@@ -159,7 +159,7 @@ def test_interleaved_experts_are_refused_where_they_are_the_first_axis(configure
     assert "portable: one weight of all experts with model.moe_mlp_glu_interleave_size" in refusal
     assert "Set optimizer.moe_optim.expert_layout=indexed" in refusal
     assert "recorded amaxes" in configured["amaxes"]
-    remedy = "Take a format other than nvfp4 and nvfp4_rows, and record_amax=false"
+    remedy = "Use a format other than nvfp4 and nvfp4_rows, and record_amax=false"
     assert remedy in configured["amaxes"]
     assert configured["provided"] == ["an optimizer"] * 2
 

@@ -38,7 +38,7 @@ class Recorded:
     """Facts recorded in a checkpoint; None where absent."""
 
     glu_interleave: int | None = None
-    """Rows per alternating gate and linear block in fc1; 0: all gate rows come first."""
+    """Rows per alternating gate and up block in fc1; 0: all gate rows come first."""
     layout: str | None = None
     """Layout of expert keys, see :mod:`moe_optim.experts.keys.layouts`."""
     num_experts: int | None = None

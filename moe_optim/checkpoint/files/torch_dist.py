@@ -194,14 +194,14 @@ class TorchDistReader:
         except FileNotFoundError as error:
             raise StateError(
                 f"{path}: expected a file with {blob.name}, got none. "
-                "The checkpoint is not complete: take another one."
+                "The checkpoint is not complete: use another one."
             ) from error
         except Exception as error:
             text = error.strerror if isinstance(error, OSError) else str(error)
             said = ((text or "").splitlines() or [type(error).__name__])[0]
             raise StateError(
                 f"{path}: {blob.name}: expected what torch.save wrote, {blob.length:,} bytes from "
-                f"{blob.start:,}, got {said}. The file is cut off or damaged: take another "
+                f"{blob.start:,}, got {said}. The file is cut off or damaged: use another "
                 "checkpoint."
             ) from error
 
@@ -218,7 +218,7 @@ class TorchDistReader:
         if blob.length > _OBJECT_BYTES:
             raise StateError(
                 f"{self.path}: {blob.name}: expected an object of at most {_OBJECT_BYTES:,} bytes, "
-                f"got {blob.length:,}. The checkpoint is damaged: take another one."
+                f"got {blob.length:,}. The checkpoint is damaged: use another one."
             )
         with self.opened(blob, at_once=True) as archive:
             archive.compare_checksums()
@@ -317,7 +317,7 @@ class TorchDistReader:
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise StateError(
                 f"{self.path}: {name}: expected {wanted} in what Megatron saved, got something "
-                "else. The checkpoint is damaged: take another one."
+                "else. The checkpoint is damaged: use another one."
             )
         return value
 
@@ -347,15 +347,15 @@ def _read_blobs(path: Path) -> Sequence[Blob]:
         return read_blobs(read_metadata(path))
     except FileNotFoundError as error:
         raise StateError(
-            f"{path / METADATA}: {expected} no such file. Saving was not finished: take another "
+            f"{path / METADATA}: {expected} no such file. Saving was not finished: use another "
             "checkpoint."
         ) from error
     except OSError as error:
         raise StateError(
-            f"{path / METADATA}: {expected}: {error.strerror}. Take another checkpoint."
+            f"{path / METADATA}: {expected}: {error.strerror}. Use another checkpoint."
         ) from error
     except StateError as error:
-        raise StateError(f"{path}: {error}. Take another checkpoint.") from error
+        raise StateError(f"{path}: {error}. Use another checkpoint.") from error
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
@@ -367,11 +367,11 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError as error:
         raise StateError(
             f"{file}: expected Megatron's description of a complete checkpoint, got no such file. "
-            "Saving was not finished: take an earlier checkpoint."
+            "Saving was not finished: use an earlier checkpoint."
         ) from error
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else error
-        raise StateError(f"{file}: expected JSON, got: {said}. Take another checkpoint.") from error
+        raise StateError(f"{file}: expected JSON, got: {said}. Use another checkpoint.") from error
     backend = config.get("sharded_backend")
     if backend != "torch_dist":
         named = repr(backend)[:40] if isinstance(backend, str) else "none"

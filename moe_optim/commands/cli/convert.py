@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_and_target(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     text = "convert the whole model: hf for transformers, megatron for --load"
-    what.add_argument("--to", choices=TARGETS, metavar="SIDE", help=text)
+    what.add_argument("--to", choices=TARGETS, help=text)
     text = f"convert only the expert layout: {', '.join(LAYOUTS)}"
     what.add_argument("--experts", choices=LAYOUTS, metavar="LAYOUT", help=text)
     add = parser.add_argument

@@ -79,7 +79,7 @@ def run(_args: argparse.Namespace) -> int:
     """Write the file and print its path."""
     if enable():
         print(f"enabled: wrote {site_file()}")
-        print("Scripts that import megatron.training now take --use-moe-grouped-optim.")
+        print("Scripts that import megatron.training now accept --use-moe-grouped-optim.")
         print("`moe-optim disable` removes the file; do so before you uninstall moe_optim.")
     else:
         print(f"enabled already: {site_file()}")

@@ -13,8 +13,8 @@ from moe_optim.integration.source_diffs import SourceDiff, apply_diffs, load_dif
 _NOT_APPLIED, _UNKNOWN = 1, 2
 
 _ACTIONS = {
-    "check": "show whether each diff is applied, and change nothing; exits with 0 if all are, 1 if "
-    "not, 2 if the source is unknown",
+    "check": "show whether each diff is applied or still fits, and change nothing; exits with 0 if "
+    "all are applied, 1 if not, 2 if the source is unknown",
     "apply": "apply all diffs to the tree, or none",
     "revert": "remove all diffs from the tree, which restores every byte",
 }

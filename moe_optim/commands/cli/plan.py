@@ -25,7 +25,7 @@ _COLUMNS = {  # -> meaning, for --help
     "all-gather": "bytes of a parameter all-gather on each rank, including its own shard",
     "of bf16": "fraction of the bytes that stock bf16 gathers",
     "at GB/s": "time of the all-gather at that bandwidth, without overlap",
-    "step": "estimated time of optimizer.step() without all-gather",
+    "step": "estimated time of optimizer.step() without all-gather; stock bf16 was not measured",
 }
 _DETAILS = {  # further ones of --details
     "weights": "data and scales of every stored direction, and copies that compute makes",
@@ -46,14 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "numbers of GPUs to compare (default: the recipe's ranks, and the minimum for the model "
         f"times powers of {STEP}, up to the batch size)"
     )
-    add("--gpus", type=int, nargs="+", metavar="N", help=text)
+    add("--gpus", type=_count, nargs="+", metavar="N", help=text)
     text = (
-        "kind of GPU: memory as cards report it; by its data sheet memory bandwidth, and the link "
-        "that the all-gather uses (NVLink, or one network port per GPU). For others give the "
-        "three options below"
+        "GPU model, which sets the three options below: memory as cards report it; by its data "
+        "sheet memory bandwidth, and the all-gather's link (NVLink, or one network port per GPU)"
     )
     add("--gpu", choices=GPUS, help=text)
-    text = "memory of a GPU, in place of --gpu's: show whether the model fits, and the rest"
+    text = "memory of a GPU, in place of --gpu's: show whether the model fits, and what is left"
     add("--gpu-memory", type=_physical, metavar="GIB", help=text)
     text = (
         "bus bandwidth of an all-gather over expert data parallel ranks, as in nccl-tests, in "
@@ -75,6 +74,15 @@ def _legend() -> str:
     lines = [f"  {name}: {meaning}" for name, meaning in _COLUMNS.items()]
     further = [f"  {name}: {meaning}" for name, meaning in _DETAILS.items()]
     return "\n".join(["Columns:", *lines, "\nColumns of --details:", *further])
+
+
+def _count(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected numbers of GPUs, got {text!r}. Write RECIPE before the options."
+        ) from None
 
 
 def _physical(text: str) -> float:

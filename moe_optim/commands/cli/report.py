@@ -12,7 +12,8 @@ from moe_optim.commands.train.run_folder import find_events
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    text = "run folder, or a folder of TensorBoard events"
+    parser.add_argument("run", type=Path, metavar="RUN", help=text)
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="output folder (default: RUN/report)"
     )

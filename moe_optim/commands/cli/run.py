@@ -3,7 +3,8 @@
 With --use-moe-grouped-optim among ARGS it trains with moe_optim; without it, on a
 machine with a GPU, nothing is replaced. On a machine without a GPU it trains on the CPU over gloo,
 with or without the flag: torch.cuda is redirected and nine names of Megatron are replaced. It runs
-one rank; for several: torchrun [...] --no-python moe-optim run SCRIPT ARGS.
+one rank; for several: torchrun [...] --no-python moe-optim run SCRIPT ARGS. Options below come
+before SCRIPT; all that follows it goes to the script.
 """
 
 import argparse

@@ -64,7 +64,7 @@ def run_in_workers[Shared, Item, Result](
     except BrokenProcessPool:
         raise StateError(
             "--workers: expected processes that finish their work, got one that was killed, "
-            "perhaps as memory is short. Give fewer."
+            "perhaps for lack of memory. Give fewer."
         ) from None
     finally:
         for child in set(active_children()) - others:

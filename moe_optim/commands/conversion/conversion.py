@@ -319,7 +319,7 @@ def _changed(plan: ConversionPlan, stored: TorchDistReader, name: str, blob: Blo
     except ValueError as error:
         raise StateError(
             f"{plan.view.reader.path}: expected {name} as Megatron saves it, got: {error}. The "
-            "checkpoint is damaged: take another one."
+            "checkpoint is damaged: use another one."
         ) from error
     if changed is None:
         raise LayoutError(

@@ -85,7 +85,7 @@ def read_model(reader: CheckpointReader) -> Model:
     if not arguments:
         raise ConfigError(
             f"{reader.path}: expected Megatron's arguments saved with the checkpoint, "
-            "got none. Convert it with what trained it, such as Megatron-Bridge."
+            "got none. Convert it with the library that trained it, such as Megatron-Bridge."
         )
     return model_from_arguments(arguments, str(reader.path))
 

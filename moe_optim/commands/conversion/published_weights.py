@@ -335,7 +335,7 @@ class DequantizedWeights:
             if said != shape:
                 raise LayoutError(
                     f"{self.path}: {name}: expected {shape}, as elements have, got {said}. "
-                    "Dequantize it with what wrote it."
+                    "Dequantize it with the library that quantized it."
                 )
         index = () if expert is None else (expert,)
         return one.values(*(self._stored.read(name, *index) for name in (one.name, one.scale)))

@@ -107,7 +107,9 @@ def _virtual_stages(args: argparse.Namespace) -> int:
 def _unfit(args: argparse.Namespace, got: str) -> ConfigError:
     return ConfigError(
         f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: expected stages that "
-        f"Megatron can fill with --num-layers {args.num_layers}, got {got}. Change one of the two."
+        f"Megatron can fill with --num-layers {args.num_layers}, got {got}. Change one "
+        "of the two, or give --decoder-first-pipeline-num-layers or "
+        "--decoder-last-pipeline-num-layers."
     )
 
 

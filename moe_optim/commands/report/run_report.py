@@ -70,7 +70,7 @@ def build_page(run: Run, at: int | None = None) -> Page:
     largest, spikes = find_largest(run, at), find_spikes(train)
     verdict = judge(run, largest, spikes)
     if at is not None:
-        verdict = f"Up to iteration {at}: {verdict[0].lower()}{verdict[1:]}"
+        verdict = f"Up to iteration {at}, {verdict[0].lower()}{verdict[1:]}"
     marks = Marks(spikes=tuple(spikes), at=health.iteration if health and at is not None else None)
     times = {name: ms for name, ms in run.times.items() if math.isfinite(ms) and ms > 0}
     trends = [*_looks(run, marks), *_trend(run, layers, "distance", "distance of experts", marks)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MODEL_KEYS = ("format", "optimizer", "parameters", "quantized_parameters", "rank0")
 STEPS: Mapping[str | None, str] = {
     "fused": "fused: moe_optim's own, one pass over gradients, masters and moments",
-    "stock": "stock: Megatron's code, as on a CPU; a GPU with kernels takes the fused step",
+    "stock": "stock: Megatron's code, as on a CPU; a GPU with kernels uses the fused step",
 }
 """Step of a run, as its description records it -> what the last screen says of it."""
 _TEST_LOSS = re.compile(r" validation loss at .* on test set \| lm loss value: (\S+)")
@@ -127,7 +127,8 @@ def print_summary(
         "training loss": f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}",
         "held-out loss": held_out and f"{held_out[0]:.4f} -> {held_out[-1]:.4f}",
         "test loss": test is not None and f"{test:.4f}",
-        "byte entropy": entropy is not None and f"{entropy:z.4f} (nats/byte, held-out text)",
+        "byte entropy": entropy is not None
+        and f"{entropy:z.4f} nats/byte, of byte frequencies alone",
         "speed": f"{speed:.2f} iterations/s" if speed else "not measured",
         "time": f"{summary['seconds']:.0f} s for {trained:,} iterations",
         "summary": folder.summary,
