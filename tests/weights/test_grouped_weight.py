@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -202,6 +203,39 @@ def test_a_linear_does_not_take_another_dtype(layout, convert):
     with pytest.raises(StateError, match=r"weight: mxfp8 weights cannot become torch\.float"):
         convert(linear)
     assert_bytes_equal(linear.operand("rowwise"), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*which is a no-op")
+@both_layouts
+@every_format
+def test_weights_on_meta_take_no_values_until_to_empty_gives_them_memory(layout, format):
+    """A write to meta would be lost without a word, as in a load with ``assign=True``."""
+    shape = fitting(format, SHAPE)
+    source = GroupedLinear(*shape, format=format, expert_layout=layout, bias=True)
+    source.load_values(wide_range_weights(*shape).bfloat16(), keep_for_masters=True)
+    values, state = source.operand("rowwise"), source.state_dict()
+    linear = copy.deepcopy(source).to("meta")
+    assert {parameter.device.type for parameter in linear.parameters()} == {"meta"}
+    plain = {name: value.clone() for name, value in state.items()}
+    for loaded, assign in product((state, plain), (False, True)):
+        with pytest.raises(RuntimeError, match=r"got a weight on meta\. Call to_empty\(device"):
+            copy.deepcopy(linear).load_state_dict(loaded, assign=assign)
+    with pytest.raises(NotImplementedError, match=r"no data! Please use .*to_empty"):
+        copy.deepcopy(linear).to("cpu")
+    linear.to_empty(device="cpu")
+    assert all(storage.initial is None for storage in linear.storages())
+    assert [storage.format for storage in linear.storages()] == [format] * len(linear.weights())
+    linear.load_state_dict(state)
+    assert_bytes_equal(linear.operand("rowwise"), values)
+
+
+@both_layouts
+def test_a_function_of_values_changes_the_values(layout):
+    linear = make_linear(layout)
+    doubled = linear.operand("rowwise") * 2
+    linear._apply(lambda tensor: tensor * 2)
+    assert_bytes_equal(linear.operand("rowwise"), doubled)
+    assert all(storage.initial is None for storage in linear.storages())
 
 
 # Writing
