@@ -159,14 +159,24 @@ class GroupedWeight(Tensor):
         """Free the initial values kept for the masters."""
         self.quantized_storage.initial = None
 
+    def __copy__(self) -> Tensor:
+        """Return another weight over the same storage, with the same attributes."""
+        result = self._over(self.quantized_storage)
+        vars(result).update(vars(self))
+        return result
+
+    def _over(self, storage: WeightStorage) -> Tensor:
+        """Wrap another storage, as a parameter if this is one."""
+        weight = GroupedWeight(storage, self.shape)
+        return torch.nn.Parameter(weight, self.requires_grad) if _is_parameter(self) else weight
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copy the storage and the attributes; the copy is a parameter if this one is.
 
         Tensor attributes such as ``main_grad`` belong to an optimizer or a wrapper and are not
         copied; the copy accumulates into ``grad``.
         """
-        new = GroupedWeight(copy.deepcopy(self.quantized_storage, memo), self.shape)
-        result = torch.nn.Parameter(new, self.requires_grad) if _is_parameter(self) else new
+        result = self._over(copy.deepcopy(self.quantized_storage, memo))
         memo[id(self)] = result
         for name, value in vars(self).items():
             describes = not isinstance(value, Tensor) and name != "grad_added_to_main_grad"

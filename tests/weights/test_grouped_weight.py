@@ -87,6 +87,7 @@ ALIASES = {
     "detach": lambda w: w.detach(),
     "data": lambda w: w.data,
     "alias": lambda w: w.alias(),
+    "a shallow copy": copy.copy,
     "expand_as itself": lambda w: w.expand_as(w),
     "expand to its own shape": lambda w: w.expand(*SHAPE),
     "bfloat16": lambda w: w.bfloat16(),
@@ -107,6 +108,14 @@ def test_aliases_share_every_buffer(alias):
     values = wide_range_weights(*SHAPE, seed=1)
     other.detach().copy_(values)
     assert_buffers_equal(buffers_of(weight), reference.quantize(values, MXFP8).buffers())
+
+
+def test_a_shallow_copy_of_a_parameter_is_one_with_the_same_attributes():
+    weight = make_weight().requires_grad_(False)
+    weight.shards = [1, 2]
+    other = copy.copy(weight)
+    assert isinstance(other, torch.nn.Parameter) and not other.requires_grad
+    assert other.shards is weight.shards
 
 
 def test_expand_as_reaches_the_gradient_accumulator():
