@@ -1,7 +1,7 @@
 """Quantized expert weights that torch and Megatron handle as one bf16 parameter."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -275,22 +275,37 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
             "the same format, got the parameter. Send its values, dequantize(), to other tensors."
         )
     storage.require_writable()
-    if storage.initial is not None:  # may be on the host
-        storage.initial = storage.initial.to(storage.device)
+
+    def send(tensor: Tensor) -> Any:
+        return func([tensor.view(torch.uint8) if tensor.dim() else tensor], *args)[1]
+
+    _share_initial(storage, send)
     # NCCL requires contiguous tensors; the others are transposed views of these
     buffers = [buffer for buffer in storage.quantized.buffers().values() if buffer.is_contiguous()]
-    sent = [*buffers, storage.initial, storage.recorded_amax]
-    work: Any = None
-    for tensor in sent:
-        if tensor is None:
-            continue
-        if work is not None:
-            work.wait()
-        _, work = func([tensor.view(torch.uint8) if tensor.dim() else tensor], *args)
-    if storage.storage_scales and work is not None:
+    *others, last = [one for one in (storage.recorded_amax, *buffers) if one is not None]
+    for tensor in others:
+        send(tensor).wait()
+    work = send(last)
+    if storage.storage_scales:
         work.wait()  # expanded below from the received buffers
     storage.note_write()
     return tensors, work
+
+
+def _share_initial(storage: WeightStorage, send: Callable[[Tensor], Any]) -> None:
+    """Set the initial values of every rank to the sender's, which alone may have loaded any."""
+    held, dtypes = storage.initial, (None, torch.bfloat16, torch.float32)
+    own = None if held is None else held.dtype if held.dtype in dtypes else torch.float32
+    index = torch.tensor(dtypes.index(own), device=storage.device)
+    send(index).wait()
+    dtype = dtypes[int(index)]
+    if dtype is None:
+        storage.initial = None
+        return
+    if held is None:
+        held = torch.empty(storage.shape, dtype=dtype, device=storage.device)
+    storage.initial = held.to(storage.device, dtype).contiguous()  # may be on the host
+    send(storage.initial).wait()
 
 
 _HANDLERS: dict[Any, Any] = {

@@ -474,6 +474,34 @@ def test_broadcast_sends_the_buffers():
             assert_bytes_equal(initial, drawn)
 
 
+LOADED = [(torch.float32, None), (None, torch.bfloat16), (torch.float32, torch.bfloat16)]
+
+
+def _broadcast_what_ranks_loaded_unlike():
+    dist.init_process_group("gloo")
+    rank, sent = dist.get_rank(), []
+    for dtypes in LOADED:
+        weight = make_weight(seed=rank)
+        values = normal_weights(*SHAPE, seed=rank)
+        weight.quantized_storage.initial = dtypes[rank] and values.to(dtypes[rank])
+        dist.broadcast(weight.data, src=0)
+        sent.append((snapshot(weight), weight.quantized_storage.initial))
+    return sent
+
+
+def test_a_broadcast_also_sends_whether_there_are_initial_values():
+    """A rank that loads alone and broadcasts keeps what it loads, in its dtype; others have none,
+    or what they were built with."""
+    drawn, expected = normal_weights(*SHAPE, seed=0), snapshot(make_weight(seed=0))
+    for rank, sent in enumerate(run_ranks(2, _broadcast_what_ranks_loaded_unlike)):
+        for (dtype, _), (buffers, initial) in zip(LOADED, sent, strict=True):
+            assert_buffers_equal(buffers, expected, what=f"rank {rank}")
+            if dtype is None:
+                assert initial is None
+            else:
+                assert_bytes_equal(initial, drawn.to(dtype))
+
+
 LOST_RESULTS = {
     "all_reduce": dist.all_reduce,
     "reduce": lambda w: dist.reduce(w, 0),
