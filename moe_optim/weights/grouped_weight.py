@@ -296,7 +296,7 @@ def _share_initial(storage: WeightStorage, send: Callable[[Tensor], Any]) -> Non
     """Set the initial values of every rank to the sender's, which alone may have loaded any."""
     held, dtypes = storage.initial, (None, torch.bfloat16, torch.float32)
     own = None if held is None else held.dtype if held.dtype in dtypes else torch.float32
-    index = torch.tensor(dtypes.index(own), device=storage.device)
+    index = torch.tensor(dtypes.index(own), dtype=torch.int64, device=storage.device)
     send(index).wait()
     dtype = dtypes[int(index)]
     if dtype is None:

@@ -172,7 +172,7 @@ class WeightStorage(ABC):
         return copy
 
     def empty_like(self, device: torch.device) -> "PortableStorage":
-        """Return a portable storage with uninitialized bytes."""
+        """Return a portable storage on ``device`` with uninitialized bytes."""
         return PortableStorage(
             self.format,
             self.shape,
