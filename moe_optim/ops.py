@@ -83,6 +83,7 @@ def quantize(
     else:
         targets = [out] if isinstance(out, QuantizedWeight) else list(out)
     _check_targets(format, shapes, targets)
+    _check_devices(sources)
     if torch.compiler.is_compiling() or any(source.is_meta for source in sources):
         found = _quantize([source.detach() for source in sources], format.name, backend)
         count = len(format.buffer_names)
@@ -165,6 +166,15 @@ def _check_targets(
         raise LayoutError(
             f"quantize: out: expected buffers of {_spell(wanted)}, got {_spell(got)}. Pass the "
             "result of an earlier call with such weights, or omit out."
+        )
+
+
+def _check_devices(sources: Sequence[Tensor]) -> None:
+    devices = sorted({str(source.device) for source in sources})
+    if len(devices) > 1:
+        raise LayoutError(
+            f"quantize: weights: expected tensors on one device, got {', '.join(devices)}. Call it "
+            "once for each device."
         )
 
 

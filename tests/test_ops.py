@@ -424,6 +424,11 @@ NOT_QUANTIZED = {
         {},
         r"^weights: .*fp32 or bf16 source, got torch.float16",
     ),
+    "two devices": (
+        [torch.zeros(32, 32), torch.zeros(32, 32, device="meta")],
+        {},
+        "^quantize: weights: expected tensors on one device, got cpu, meta",
+    ),
     "out of another shape": (
         torch.zeros(1, 32, 32),
         {"out": QuantizedWeight.empty(MXFP8, (1, 32, 64))},
