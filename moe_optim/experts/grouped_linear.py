@@ -192,11 +192,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         amaxes = held_amaxes(self)
         if self.storages():
             self._move_storages(fn)
-            names = self._names["bias"] if self.biases() else ()
-            biases = torch.nn.Module()
-            biases._parameters = {name: self._parameters[name] for name in names}
-            biases._apply(fn)  # replaces parameters that come from meta
-            self._parameters |= biases._parameters
+            self._move_biases(fn)
         else:
             before = [weight.data_ptr() for weight in self.weights()]
             super()._apply(fn, recurse)
@@ -212,6 +208,15 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         if self.expert_layout == "indexed" and not self.storages() and not lie_together(weights):
             for weight, part in zip(weights, stack_experts(weights), strict=True):
                 weight.data = part
+
+    def _move_biases(self, fn: Callable[[Tensor], Tensor]) -> None:
+        names = self._names["bias"] if self.biases() else ()
+        moved = torch.nn.Module()
+        moved._parameters = {name: self._parameters[name] for name in names}
+        moved._apply(fn)  # replaces parameters that come from meta
+        for name, bias in moved._parameters.items():
+            vars(bias).update(vars(self._parameters[name]))
+        self._parameters |= moved._parameters
 
     def _move_storages(self, fn: Callable[[Tensor], Tensor]) -> None:
         whole = self.storage

@@ -231,7 +231,10 @@ def test_weights_on_meta_take_no_values_until_to_empty_gives_them_memory(layout,
             copy.deepcopy(linear).load_state_dict(loaded, assign=assign)
     with pytest.raises(NotImplementedError, match=r"no data! Please use .*to_empty"):
         copy.deepcopy(linear).to("cpu")
+    for parameter in linear.parameters():
+        parameter.allreduce = False
     linear.to_empty(device="cpu")
+    assert not any(parameter.allreduce for parameter in linear.parameters())
     assert all(storage.initial is None for storage in linear.storages())
     assert [storage.format for storage in linear.storages()] == [format] * len(linear.weights())
     linear.load_state_dict(state)
