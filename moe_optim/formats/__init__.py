@@ -490,7 +490,10 @@ def _same_memory(a: "Tensor", b: "Tensor") -> bool:
 
 
 def check_stack(shape: Sequence[int], name: str) -> tuple[int, int, int]:
-    """Return ``shape`` as (experts, rows, cols), or raise LayoutError if it is another kind."""
+    """Return ``shape`` as (experts, rows, cols), or raise LayoutError if it is another kind.
+
+    ``name`` is the name of the weight in the error.
+    """
     if len(shape) != 3 or min(shape) < 0:
         raise LayoutError(
             f"{name}: expected a shape [experts, rows, cols], got {list(shape)}. View one weight "
