@@ -83,7 +83,8 @@ def quantize(
     else:
         targets = [out] if isinstance(out, QuantizedWeight) else list(out)
     _check_targets(format, shapes, targets)
-    if torch.compiler.is_compiling():
+    _check_devices(sources)
+    if torch.compiler.is_compiling() or any(source.is_meta for source in sources):
         found = _quantize([source.detach() for source in sources], format.name, backend)
         count = len(format.buffer_names)
         parts = [found[first : first + count] for first in range(0, len(found), count)]
@@ -95,9 +96,10 @@ def quantize(
                 for buffer, values in zip(target.buffers().values(), part, strict=True):
                     buffer.copy_(values)
         return targets[0] if is_one else targets
+    dense = [source.detach().resolve_neg().contiguous() for source in sources]
     entries = [
-        TableEntry(parameter=name, source=source.detach().contiguous().view(shape), target=target)
-        for name, source, shape, target in zip(names, sources, shapes, targets, strict=True)
+        TableEntry(parameter=name, source=source.view(shape), target=target)
+        for name, source, shape, target in zip(names, dense, shapes, targets, strict=True)
     ]
     table = MemberTable.build(entries, backend=backend)
     table.launch()
@@ -164,6 +166,15 @@ def _check_targets(
         raise LayoutError(
             f"quantize: out: expected buffers of {_spell(wanted)}, got {_spell(got)}. Pass the "
             "result of an earlier call with such weights, or omit out."
+        )
+
+
+def _check_devices(sources: Sequence[Tensor]) -> None:
+    devices = sorted({str(source.device) for source in sources})
+    if len(devices) > 1:
+        raise LayoutError(
+            f"quantize: weights: expected tensors on one device, got {', '.join(devices)}. Call it "
+            "once for each device."
         )
 
 

@@ -23,6 +23,7 @@ from moe_optim.formats import (
     round_up,
 )
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.weights.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.formats import fitting
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
@@ -383,6 +384,28 @@ def test_quantize_overwrites_the_buffers_it_is_given():
         assert_bytes_equal(buffers.buffers()[name], buffer, what=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_view_that_only_negates_is_read_negated(dtype):
+    """As the imaginary part of conjugates: contiguous, over memory with the other signs."""
+    values = wide_range_weights(2, 32, 64).to(dtype)
+    negated = torch._neg_view(-values)
+    storage = PortableStorage(MXFP8, (2, 32, 64), record_amax=True)
+    storage.write(negated)
+    for quantized in moe_optim.quantize(negated, "mxfp8"), storage.quantized:
+        for name, buffer in reference.quantize(values, MXFP8).buffers().items():
+            assert_bytes_equal(quantized.buffers()[name], buffer, what=name)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_weights_on_meta_give_buffers_on_meta(format):
+    whole = moe_optim.quantize(torch.empty(2, 128, 256), format)
+    on_meta = moe_optim.quantize(torch.empty(2, 128, 256, device="meta"), format)
+    for name, buffer in on_meta.buffers().items():
+        expected = whole.buffers()[name]
+        assert buffer.is_meta and (buffer.shape, buffer.dtype) == (expected.shape, expected.dtype)
+    assert moe_optim.dequantize(on_meta).is_meta
+
+
 def test_another_direction_has_no_values():
     quantized = moe_optim.quantize(torch.zeros(1, 32, 32), "mxfp8")
     with pytest.raises(ConfigError, match="^direction: expected rowwise or columnwise, got 'rows'"):
@@ -400,6 +423,11 @@ NOT_QUANTIZED = {
         torch.zeros(1, 32, 32).half(),
         {},
         r"^weights: .*fp32 or bf16 source, got torch.float16",
+    ),
+    "two devices": (
+        [torch.zeros(32, 32), torch.zeros(32, 32, device="meta")],
+        {},
+        "^quantize: weights: expected tensors on one device, got cpu, meta",
     ),
     "out of another shape": (
         torch.zeros(1, 32, 32),

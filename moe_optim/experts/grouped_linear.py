@@ -192,8 +192,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         amaxes = held_amaxes(self)
         if self.storages():
             self._move_storages(fn)
-            for bias in self.biases():
-                bias.data = fn(bias.data)
+            self._move_biases(fn)
         else:
             before = [weight.data_ptr() for weight in self.weights()]
             super()._apply(fn, recurse)
@@ -210,6 +209,15 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             for weight, part in zip(weights, stack_experts(weights), strict=True):
                 weight.data = part
 
+    def _move_biases(self, fn: Callable[[Tensor], Tensor]) -> None:
+        names = self._names["bias"] if self.biases() else ()
+        moved = torch.nn.Module()
+        moved._parameters = {name: self._parameters[name] for name in names}
+        moved._apply(fn)  # replaces parameters that come from meta
+        for name, bias in moved._parameters.items():
+            vars(bias).update(vars(self._parameters[name]))
+        self._parameters |= moved._parameters
+
     def _move_storages(self, fn: Callable[[Tensor], Tensor]) -> None:
         whole = self.storage
         if whole is None:
@@ -223,7 +231,8 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         for index, weight in enumerate(self.weights()):
             old: WeightStorage = weight.quantized_storage  # type: ignore[attr-defined]
             new = moved if self.expert_layout == "grouped" else moved.expert(index)
-            new.set_copy_of(old)
+            if moved.version == whole.version:
+                new.set_copy_of(old)
             weight.quantized_storage = new  # type: ignore[attr-defined]
 
     def _load_from_state_dict(
@@ -485,12 +494,17 @@ def _moved(storage: WeightStorage, fn: Callable[[Tensor], Tensor]) -> WeightStor
     """Return ``fn`` of a storage; refuse another dtype, and another device for bucketed weights."""
     with torch.no_grad():
         moved = fn(GroupedWeight(storage))
-    if not isinstance(moved, GroupedWeight):
+    if moved.dtype != torch.bfloat16:
         raise StateError(
             f"{storage.name}: {storage.format.name} weights cannot become {moved.dtype} in place. "
             "Build the model with format: bf16 instead."
         )
-    new = moved.quantized_storage
+    if isinstance(moved, GroupedWeight):
+        new = moved.quantized_storage
+    else:  # new values, as of ``to_empty``
+        new = storage.empty_like(moved.device)
+        if not moved.is_meta:
+            new.write(moved.view(storage.shape))
     if storage.bucket is not None and new is not storage:
         raise StateError(
             f"{storage.name}: expected to stay on {storage.device}, where a bucket gathers it, got "

@@ -176,12 +176,7 @@ class BlockScaledFormat:
 
         ``name`` is the name of the weight in the error.
         """
-        if len(shape) != 3 or min(shape) < 0:
-            raise LayoutError(
-                f"{name}: expected a shape [experts, rows, cols], got {list(shape)}. "
-                f"View one weight as [1, rows, cols]."
-            )
-        experts, rows, cols = shape
+        experts, rows, cols = check_stack(shape, name)
         multiple = self.dimension_multiple
         if not self.fits(rows, cols):
             what = "columns" if self.is_row_only else "rows and columns"
@@ -492,6 +487,20 @@ def _buffer_layout(
 
 def _same_memory(a: "Tensor", b: "Tensor") -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
+
+
+def check_stack(shape: Sequence[int], name: str) -> tuple[int, int, int]:
+    """Return ``shape`` as (experts, rows, cols), or raise LayoutError if it is another kind.
+
+    ``name`` is the name of the weight in the error.
+    """
+    if len(shape) != 3 or min(shape) < 0:
+        raise LayoutError(
+            f"{name}: expected a shape [experts, rows, cols], got {list(shape)}. View one weight "
+            "as [1, rows, cols]."
+        )
+    experts, rows, cols = shape
+    return experts, rows, cols
 
 
 def _ceil_div(value: int, divisor: int) -> int:

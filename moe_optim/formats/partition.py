@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal, get_args
 
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.formats import BlockScaledFormat, get_format
+from moe_optim.formats import BlockScaledFormat, check_stack, get_format
 
 Dimension = Literal["experts", "rows", "columns"]
 """Dimension of a weight [E, R, C] that a mesh axis can cut."""
@@ -178,10 +178,8 @@ def infer_partition(
         LayoutError: unsupported shape, parts of unequal size, or a byte that would span ranks.
     """
     known = find_format(format)
-    if known is None:
-        experts, rows, cols = _check_bf16(shape, name)
-    else:
-        experts, rows, cols = known.check_shape(shape, name)
+    check = known.check_shape if known else check_stack
+    experts, rows, cols = check(shape, name)
     sizes: dict[Dimension, int] = dict(zip(DIMENSIONS, (experts, rows, cols), strict=True))
     cuts = _cut(axes, sizes, name)
     buffers = [_buffer(*layout, sizes, cuts) for layout in _layouts(known)]
@@ -213,16 +211,6 @@ def find_format(format: BlockScaledFormat | str) -> BlockScaledFormat | None:
     if isinstance(format, str):
         return None if format == "bf16" else get_format(format)
     return format
-
-
-def _check_bf16(shape: Sequence[int], name: str) -> tuple[int, int, int]:
-    if len(shape) != 3 or min(shape) < 0:
-        raise LayoutError(
-            f"{name}: expected a shape [experts, rows, cols], got {list(shape)}. View one weight "
-            "as [1, rows, cols]."
-        )
-    experts, rows, cols = shape
-    return experts, rows, cols
 
 
 def _cut(

@@ -1,7 +1,7 @@
 """Quantized expert weights that torch and Megatron handle as one bf16 parameter."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -159,14 +159,24 @@ class GroupedWeight(Tensor):
         """Free the initial values kept for the masters."""
         self.quantized_storage.initial = None
 
+    def __copy__(self) -> Tensor:
+        """Return another weight over the same storage, with the same attributes."""
+        result = self._over(self.quantized_storage)
+        vars(result).update(vars(self))
+        return result
+
+    def _over(self, storage: WeightStorage) -> Tensor:
+        """Wrap another storage, as a parameter if this is one."""
+        weight = GroupedWeight(storage, self.shape)
+        return torch.nn.Parameter(weight, self.requires_grad) if _is_parameter(self) else weight
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copy the storage and the attributes; the copy is a parameter if this one is.
 
         Tensor attributes such as ``main_grad`` belong to an optimizer or a wrapper and are not
         copied; the copy accumulates into ``grad``.
         """
-        new = GroupedWeight(copy.deepcopy(self.quantized_storage, memo), self.shape)
-        result = torch.nn.Parameter(new, self.requires_grad) if _is_parameter(self) else new
+        result = self._over(copy.deepcopy(self.quantized_storage, memo))
         memo[id(self)] = result
         for name, value in vars(self).items():
             describes = not isinstance(value, Tensor) and name != "grad_added_to_main_grad"
@@ -265,22 +275,37 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
             "the same format, got the parameter. Send its values, dequantize(), to other tensors."
         )
     storage.require_writable()
-    if storage.initial is not None:  # may be on the host
-        storage.initial = storage.initial.to(storage.device)
+
+    def send(tensor: Tensor) -> Any:
+        return func([tensor.view(torch.uint8) if tensor.dim() else tensor], *args)[1]
+
+    _share_initial(storage, send)
     # NCCL requires contiguous tensors; the others are transposed views of these
     buffers = [buffer for buffer in storage.quantized.buffers().values() if buffer.is_contiguous()]
-    sent = [*buffers, storage.initial, storage.recorded_amax]
-    work: Any = None
-    for tensor in sent:
-        if tensor is None:
-            continue
-        if work is not None:
-            work.wait()
-        _, work = func([tensor.view(torch.uint8) if tensor.dim() else tensor], *args)
-    if storage.storage_scales and work is not None:
+    *others, last = [one for one in (storage.recorded_amax, *buffers) if one is not None]
+    for tensor in others:
+        send(tensor).wait()
+    work = send(last)
+    if storage.storage_scales:
         work.wait()  # expanded below from the received buffers
     storage.note_write()
     return tensors, work
+
+
+def _share_initial(storage: WeightStorage, send: Callable[[Tensor], Any]) -> None:
+    """Set the initial values of every rank to the sender's, which alone may have loaded any."""
+    held, dtypes = storage.initial, (None, torch.bfloat16, torch.float32)
+    own = None if held is None else held.dtype if held.dtype in dtypes else torch.float32
+    index = torch.tensor(dtypes.index(own), dtype=torch.int64, device=storage.device)
+    send(index).wait()
+    dtype = dtypes[int(index)]
+    if dtype is None:
+        storage.initial = None
+        return
+    if held is None:
+        held = torch.empty(storage.shape, dtype=dtype, device=storage.device)
+    storage.initial = held.to(storage.device, dtype).contiguous()  # may be on the host
+    send(storage.initial).wait()
 
 
 _HANDLERS: dict[Any, Any] = {

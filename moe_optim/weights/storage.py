@@ -166,17 +166,21 @@ class WeightStorage(ABC):
 
     def clone(self, device: torch.device | None = None) -> "PortableStorage":
         """Return a portable storage with a copy of the bytes, on ``device`` if given."""
-        copy = PortableStorage(
-            self.format,
-            self.shape,
-            name=self.name,
-            device=device or self.device,
-            record_amax=self.recorded_amax is not None,
-            backend=self.backend,
-        )
+        copy = self.empty_like(device or self.device)
         copy.copy_bytes_from(self)
         copy.set_copy_of(self)
         return copy
+
+    def empty_like(self, device: torch.device) -> "PortableStorage":
+        """Return a portable storage on ``device`` with uninitialized bytes."""
+        return PortableStorage(
+            self.format,
+            self.shape,
+            name=self.name,
+            device=device,
+            record_amax=self.recorded_amax is not None,
+            backend=self.backend,
+        )
 
     def set_copy_of(self, other: "WeightStorage") -> None:
         """Adopt freshness, initial values and version of ``other``, after copying its bytes."""
@@ -233,7 +237,7 @@ class WeightStorage(ABC):
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """Quantize ``values``, [E, R, C] fp32 or bf16, any strides and device, into the buffers."""
-        source = values.detach().to(self.device).contiguous()
+        source = values.detach().to(self.device).resolve_neg().contiguous()
         entry = TableEntry(
             parameter=self.name,
             source=source,
@@ -281,8 +285,13 @@ class WeightStorage(ABC):
             )
 
     def require_writable(self) -> None:
-        """Raise StateError if a gather is running or due, or the weight is offloaded."""
+        """Raise StateError if a gather is running or due, or the weight is offloaded or on meta."""
         self.require_present()
+        if self.device.type == "meta":
+            raise StateError(
+                f"{self.name}: expected memory to write into, got a weight on meta. Call "
+                "to_empty(device=...) on its module first."
+            )
         if self.bucket is not None and not self.is_fresh:
             raise StateError(
                 f"{self.name}: expected weights of the current masters to write into, got those of "

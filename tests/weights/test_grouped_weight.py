@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -86,6 +87,7 @@ ALIASES = {
     "detach": lambda w: w.detach(),
     "data": lambda w: w.data,
     "alias": lambda w: w.alias(),
+    "a shallow copy": copy.copy,
     "expand_as itself": lambda w: w.expand_as(w),
     "expand to its own shape": lambda w: w.expand(*SHAPE),
     "bfloat16": lambda w: w.bfloat16(),
@@ -106,6 +108,14 @@ def test_aliases_share_every_buffer(alias):
     values = wide_range_weights(*SHAPE, seed=1)
     other.detach().copy_(values)
     assert_buffers_equal(buffers_of(weight), reference.quantize(values, MXFP8).buffers())
+
+
+def test_a_shallow_copy_of_a_parameter_is_one_with_the_same_attributes():
+    weight = make_weight().requires_grad_(False)
+    weight.shards = [1, 2]
+    other = copy.copy(weight)
+    assert isinstance(other, torch.nn.Parameter) and not other.requires_grad
+    assert other.shards is weight.shards
 
 
 def test_expand_as_reaches_the_gradient_accumulator():
@@ -202,6 +212,42 @@ def test_a_linear_does_not_take_another_dtype(layout, convert):
     with pytest.raises(StateError, match=r"weight: mxfp8 weights cannot become torch\.float"):
         convert(linear)
     assert_bytes_equal(linear.operand("rowwise"), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*which is a no-op")
+@both_layouts
+@every_format
+def test_weights_on_meta_take_no_values_until_to_empty_gives_them_memory(layout, format):
+    """A write to meta would be lost without a word, as in a load with ``assign=True``."""
+    shape = fitting(format, SHAPE)
+    source = GroupedLinear(*shape, format=format, expert_layout=layout, bias=True)
+    source.load_values(wide_range_weights(*shape).bfloat16(), keep_for_masters=True)
+    values, state = source.operand("rowwise"), source.state_dict()
+    linear = copy.deepcopy(source).to("meta")
+    assert {parameter.device.type for parameter in linear.parameters()} == {"meta"}
+    plain = {name: value.clone() for name, value in state.items()}
+    for loaded, assign in product((state, plain), (False, True)):
+        with pytest.raises(RuntimeError, match=r"got a weight on meta\. Call to_empty\(device"):
+            copy.deepcopy(linear).load_state_dict(loaded, assign=assign)
+    with pytest.raises(NotImplementedError, match=r"no data! Please use .*to_empty"):
+        copy.deepcopy(linear).to("cpu")
+    for parameter in linear.parameters():
+        parameter.allreduce = False
+    linear.to_empty(device="cpu")
+    assert not any(parameter.allreduce for parameter in linear.parameters())
+    assert all(storage.initial is None for storage in linear.storages())
+    assert [storage.format for storage in linear.storages()] == [format] * len(linear.weights())
+    linear.load_state_dict(state)
+    assert_bytes_equal(linear.operand("rowwise"), values)
+
+
+@both_layouts
+def test_a_function_of_values_changes_the_values(layout):
+    linear = make_linear(layout)
+    doubled = linear.operand("rowwise") * 2
+    linear._apply(lambda tensor: tensor * 2)
+    assert_bytes_equal(linear.operand("rowwise"), doubled)
+    assert all(storage.initial is None for storage in linear.storages())
 
 
 # Writing
@@ -429,6 +475,34 @@ def test_broadcast_sends_the_buffers():
             expected = snapshot(make_weight(seed=0, format=FORMATS[name]))
             assert_buffers_equal(buffers, expected, what=f"{name} on rank {rank}")
             assert_bytes_equal(initial, drawn)
+
+
+LOADED = [(torch.float32, None), (None, torch.bfloat16), (torch.float32, torch.bfloat16)]
+
+
+def _broadcast_what_ranks_loaded_unlike():
+    dist.init_process_group("gloo")
+    rank, sent = dist.get_rank(), []
+    for dtypes in LOADED:
+        weight = make_weight(seed=rank)
+        values = normal_weights(*SHAPE, seed=rank)
+        weight.quantized_storage.initial = dtypes[rank] and values.to(dtypes[rank])
+        dist.broadcast(weight.data, src=0)
+        sent.append((snapshot(weight), weight.quantized_storage.initial))
+    return sent
+
+
+def test_a_broadcast_also_sends_whether_there_are_initial_values():
+    """A rank that loads alone and broadcasts keeps what it loads, in its dtype; others have none,
+    or what they were built with."""
+    drawn, expected = normal_weights(*SHAPE, seed=0), snapshot(make_weight(seed=0))
+    for rank, sent in enumerate(run_ranks(2, _broadcast_what_ranks_loaded_unlike)):
+        for (dtype, _), (buffers, initial) in zip(LOADED, sent, strict=True):
+            assert_buffers_equal(buffers, expected, what=f"rank {rank}")
+            if dtype is None:
+                assert initial is None
+            else:
+                assert_bytes_equal(initial, drawn.to(dtype))
 
 
 LOST_RESULTS = {
