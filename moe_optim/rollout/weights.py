@@ -156,7 +156,7 @@ class _Exporter:
     def of(cls, model_chunks: Any, exported: ExportedAs) -> "_Exporter":
         chunks = require_chunks(model_chunks, "export_weights")
         for chunk in chunks if exported.is_renamed else ():
-            require_plain_model(chunk.config)
+            require_plain_model(chunk)
         return cls(
             chunks=chunks,
             exported=exported,
