@@ -94,6 +94,19 @@ def test_a_shape_that_the_format_cannot_hold_is_refused_by_name():
         GroupedLinear(2, 48, 32, format=MXFP8, name="fc2")
 
 
+def test_tokens_may_have_any_strides():
+    """GEMMs take whole 16 bytes only, which rows of columns-first tokens do not have."""
+    plain, transposed = make_linear(MXFP8, "grouped"), make_linear(MXFP8, "grouped")
+    tokens, ends = make_tokens(plain, COUNTS)
+    output = plain(tokens, ends)
+    output.sum().backward()
+    columns_first = tokens.detach().t().contiguous().t().requires_grad_()
+    got = transposed(columns_first, ends)
+    got.sum().backward()
+    assert_bytes_equal(got, output)
+    assert_bytes_equal(columns_first.grad, tokens.grad)
+
+
 # Weight gradients
 
 
