@@ -115,13 +115,10 @@ def require_plain_model(chunk: Any) -> None:
     """Raise ConfigError for settings with which Hugging Face's code computes something else."""
     config, model = chunk.config, unwrap_model(chunk)
     family = family_of(config.multi_latent_attention)
-    found = {
-        name: getattr(config, name, getattr(model, name, values[0]))
-        for name, values in family.settings.items()
-    }
-    unlike = {
-        f"{name} {value!r}": value not in family.settings[name] for name, value in found.items()
-    }
+    unlike = {}
+    for name, values in family.settings.items():
+        value = getattr(config, name, getattr(model, name, values[0]))
+        unlike[f"{name} {value!r}"] = value not in values
     activation = config.activation_func
     unlike[f"activation_func {getattr(activation, '__name__', activation)}"] = (
         activation is not silu and not isinstance(activation, SiLU)
