@@ -71,7 +71,8 @@ def _beside_fused(weight: Any, gradient: Tensor | None) -> Tensor | None:
     Autograd adds gradients of other uses of the weight to it. Delayed gradients stay as they are:
     until they arrive, ``grad`` holds this memory.
     """
-    if gradient is None or not getattr(weight, "grad_added_to_main_grad", False):
+    is_added = getattr(weight, "grad_added_to_main_grad", False)
+    if gradient is None or not is_added or not weight.requires_grad:
         return gradient
     return FusedNote.of(weight, gradient).zeros
 

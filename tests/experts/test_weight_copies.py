@@ -418,6 +418,15 @@ def test_gradients_of_other_uses_of_a_weight_count(format, passes):
     assert len(nodes) == len(weights)
 
 
+def test_weights_may_be_frozen_between_forward_and_backward():
+    experts, tokens = Experts("mxfp4", fuses=True), tokens_of(0)
+    output = experts(tokens)
+    experts.requires_grad_(False)
+    output.sum().backward()
+    assert tokens.grad.any()
+    assert all(weight.grad is None for weight in experts.linear.parameters())
+
+
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 def test_gradients_go_where_main_grad_is_bound_by_then(recomputes):
     """As of the last forward pass, which recomputes or reads the copy of a step."""
