@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.calibration.fake_operations import clipped_gradient, cut_like, zero_clipped
+from moe_optim.experts.fused_gradients import FusedNote
 from moe_optim.kernels.plan import Backend
 
 
@@ -55,12 +56,25 @@ class StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Pass gradients to the weights, after Transformer Engine's own backward pass."""
         passed: Sequence[Tensor | None] = gradients
-        if ctx.amax is not None and not ctx.delays:
-            if ctx.fuses:
+        if ctx.fuses and not ctx.delays:
+            if ctx.amax is not None:
                 _zero_main_grads(ctx.weights, ctx.amax, ctx.backend)
-            else:
-                passed = _clip(ctx.weights, ctx.amax, gradients, ctx.backend)
+            passed = [_beside_fused(*one) for one in zip(ctx.weights, gradients, strict=True)]
+        elif ctx.amax is not None and not ctx.delays:
+            passed = _clip(ctx.weights, ctx.amax, gradients, ctx.backend)
         return None, None, None, None, *passed
+
+
+def _beside_fused(weight: Any, gradient: Tensor | None) -> Tensor | None:
+    """Return zeros for the uninitialized memory that stands for a gradient in ``main_grad``.
+
+    Autograd adds gradients of other uses of the weight to it. Delayed gradients stay as they are:
+    until they arrive, ``grad`` holds this memory.
+    """
+    is_added = getattr(weight, "grad_added_to_main_grad", False)
+    if gradient is None or not is_added or not weight.requires_grad:
+        return gradient
+    return FusedNote.of(weight, gradient).zeros
 
 
 def clip_delayed(

@@ -311,7 +311,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         """Multiply each expert's tokens by its weight.
 
         Args:
-            tokens: tokens sorted by expert, [T, C] bf16.
+            tokens: tokens sorted by expert, [T, C] bf16; copied if not contiguous.
             ends: end of each expert's tokens, [E] int32 on the device of ``tokens``.
             m_splits: number of tokens of each expert, [E] integers on any device, in place of
                 ``ends``. Adapters pass it on, and read it themselves.
@@ -325,6 +325,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         if m_splits is not None:
             return self.forward(tokens, ends_of(m_splits, tokens)), None
         assert ends is not None
+        tokens = tokens.contiguous()  # as GEMMs require of strides
         if torch.compiler.is_compiling():
             return compiled_gemm.multiply(tokens, ends, self)
         if self._delayed and self._delayed[0].version != self.version():

@@ -37,6 +37,7 @@ from moe_optim.weights.partial_loads import (
     require_loaded_everywhere,
     watch_loads,
 )
+from moe_optim.weights.steps import count_step
 
 if TYPE_CHECKING:
     from moe_optim.health.monitor import HealthMonitor
@@ -108,6 +109,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def begin_step(self) -> None:
         """Refuse what a failed load has left, and call the observers. Every rank must call it."""
         self._agreed_loads = require_loaded_everywhere(self._tensors, self._agreed_loads)
+        count_step(self.model_chunks)
         for observer in self.observers:
             observer.before_step()
 

@@ -10,10 +10,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.nn import SiLU
+from torch.nn.functional import silu
 
 from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.errors import ConfigError, StateError, listed, refuse
-from moe_optim.rollout.families import FAMILIES, Anatomy, NamePair, Trait
+from moe_optim.rollout.families import FAMILIES, Anatomy, NamePair, Trait, family_of
 from moe_optim.rollout.units import HeldPart
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.te.fields import is_quantized, read_values, require_memory
@@ -27,15 +29,6 @@ _TRAITS: Mapping[Trait, str] = {
     "shared_experts": r".*\.shared_experts\..*",
 }
 """Patterns of names that only models with the trait have."""
-_UNNAMED = (
-    "layernorm_zero_centered_gamma",
-    "rotary_interleaved",
-    "attention_output_gate",
-    "moe_apply_probs_on_input",
-    "moe_shared_expert_glu_interleave_size",
-)
-"""Settings of a ``TransformerConfig`` that change what engines would have to compute with weights
-of the same names."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,11 +111,21 @@ class Wholes:
             )
 
 
-def require_plain_model(config: Any) -> None:
-    """Raise ConfigError for settings that engines of every family do not compute with."""
+def require_plain_model(chunk: Any) -> None:
+    """Raise ConfigError for settings with which Hugging Face's code computes something else."""
+    config, model = chunk.config, unwrap_model(chunk)
+    family = family_of(config.multi_latent_attention)
+    unlike = {}
+    for name, values in family.settings.items():
+        value = getattr(config, name, getattr(model, name, values[0]))
+        unlike[f"{name} {value!r}"] = value not in values
+    activation = config.activation_func
+    unlike[f"activation_func {getattr(activation, '__name__', activation)}"] = (
+        activation is not silu and not isinstance(activation, SiLU)
+    )
     refuse(
-        {name: getattr(config, name, None) for name in _UNNAMED},
-        expected="export_weights: expected a model that Hugging Face's code computes alike",
+        unlike,
+        expected=f"export_weights: expected a model that transformers computes as {family.name}",
         remedy="Pass layout='sequential' or 'grouped', under Megatron's names, and convert the "
         "weights yourself; or train without these settings.",
     )

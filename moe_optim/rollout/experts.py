@@ -19,6 +19,7 @@ from moe_optim.rollout.expert_tensors import rowwise_of
 from moe_optim.rollout.units import HeldExperts
 from moe_optim.weights.managed import storage_of
 from moe_optim.weights.names import modules_by_name, with_global_layers
+from moe_optim.weights.steps import steps_of
 from moe_optim.weights.storage import WeightStorage
 from moe_optim.weights.te.fields import (
     TENSORWISE,
@@ -39,12 +40,15 @@ class ExportedLinear:
 
     held: HeldExperts
     linear: ExpertLinear
+    chunk: Any
+    """Model chunk of the linear."""
 
     def require_readable(self) -> int:
         """Raise StateError for unreadable weights; read scales of frozen ones anew.
 
         Returns:
-            Version of the weights, which another step or load changes if they are quantized.
+            Version of the weights, which another step changes, and another load if they are
+            quantized.
         """
         for storage in self._storages:
             _require_fresh(storage)
@@ -69,7 +73,8 @@ class ExportedLinear:
 
     @property
     def _version(self) -> int:
-        return max((storage.version for storage in self._storages), default=0)
+        versions = [storage.version for storage in self._storages]
+        return steps_of(self.chunk) + max(versions, default=0)
 
     def buffers(self, start: int, stop: int) -> list[Tensor]:
         """Return this rank's buffers of some of its experts: views, or copies of several tensors.
@@ -158,7 +163,7 @@ def local_experts(chunk: Any, *, with_input_amaxes: bool = False) -> Iterator[Ex
             amax = calibrated_input_amax(linear.module) if with_input_amaxes else None
             facts["input_amax"] = None if amax is None or kind == "bias" else amax.item()
             held = HeldExperts(kind=kind, shape=whole, format=stored_as, **facts)
-            yield ExportedLinear(held=held, linear=linear)
+            yield ExportedLinear(held=held, linear=linear, chunk=chunk)
 
 
 def _hf_layer(path: str, config: Any) -> int | None:

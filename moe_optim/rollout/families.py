@@ -13,7 +13,7 @@ listed. To add a family, add a value to :data:`FAMILIES`.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 Form = Literal["same", "qkv", "gate_up"]
 """Relation of a Megatron tensor to those of transformers: equal; query, key and value rows
@@ -22,6 +22,10 @@ Trait = Literal["untied", "query_lora", "no_query_lora", "expert_bias", "shared_
 """Property of some models of a family."""
 Implementation = Literal["transformer_engine", "local"]
 """Megatron's ``--transformer-impl`` of a checkpoint."""
+
+Settings = Mapping[str, tuple[Any, ...]]
+"""Values of Megatron's settings with which both sides compute the same, by name in a
+``TransformerConfig`` or ``GPTModel``."""
 
 LAYOUT_OF_EXPERTS = "hf_per_expert"
 """Layout of experts in transformers' files; transformers fuses them while loading."""
@@ -83,6 +87,8 @@ class Family:
     """``model_type`` in ``config.json``."""
     architecture: str
     """Class name in transformers."""
+    settings: Settings
+    """Settings that neither names nor shapes of tensors tell."""
     model: tuple[NamePair, ...]
     """Tensors outside of layers."""
     layer: tuple[NamePair, ...]
@@ -148,6 +154,23 @@ _MODEL = (
     _same("decoder.final_layernorm.weight", "model.norm.weight"),
     _same("output_layer.weight", "lm_head.weight", "untied"),
 )
+_OFF = (
+    "apply_residual_connection_post_layernorm", "attention_output_gate",
+    "heterogeneous_block_specs", "layernorm_zero_centered_gamma", "moe_apply_probs_on_input",
+    "qk_l2_norm", "rotary_interleaved", "use_mup",
+)  # fmt: skip
+_ABSENT = (
+    "activation_func_clamp_value", "moe_shared_expert_glu_interleave_size", "no_rope_freq",
+    "window_size",
+)  # fmt: skip
+_SETTINGS: Settings = {
+    "glu_linear_offset": (0.0, None),
+    "position_embedding_type": ("rope", "yarn"),
+    "rotary_percent": (1.0, None),
+    "softmax_type": ("vanilla", None),
+    **dict.fromkeys(_OFF, (False, None)),
+    **dict.fromkeys(_ABSENT, (None,)),
+}
 _DENSE = (
     _gate_up("mlp.linear_fc1.weight", "mlp."),
     _same("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
@@ -161,6 +184,13 @@ _NORM = "pre_mlp_layernorm.weight"
 _QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    settings={
+        **_SETTINGS,
+        "softmax_scale": (None,),
+        "moe_router_score_function": ("softmax", None),
+        "moe_router_num_groups": (None, 1),
+        "moe_router_topk_scaling_factor": (None, 1.0),
+    },
     model=_MODEL,
     layer=(
         _same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -180,6 +210,7 @@ _QWEN3_MOE = Family(
 _DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    settings={**_SETTINGS, "moe_router_score_function": ("sigmoid", "softmax")},
     model=_MODEL,
     layer=(
         _same("input_layernorm.weight", "input_layernorm.weight"),
@@ -234,3 +265,8 @@ _DEEPSEEK_V3 = Family(
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.name: family for family in (_QWEN3_MOE, _DEEPSEEK_V3)}
 )
+
+
+def family_of(has_latent_attention: bool) -> Family:
+    """Return the family of models with or without multi-latent attention."""
+    return _DEEPSEEK_V3 if has_latent_attention else _QWEN3_MOE

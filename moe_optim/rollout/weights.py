@@ -96,9 +96,10 @@ def export_weights(
         Names and tensors; with ``experts="all"`` the same on every rank, in the same order.
 
     Raises:
-        ConfigError: layout or convention is unknown; the layout has no names for the model;
-            experts have no gate, or are sharded with separate scales or global scales; or
-            ``input_scales`` with other formats, or without calibrated amaxes of inputs.
+        ConfigError: layout or convention is unknown; the layout has no names for the model, or
+            transformers computes something else with its weights; experts have no gate, or are
+            sharded with separate scales or global scales; or ``input_scales`` with other formats,
+            or without calibrated amaxes of inputs.
         LayoutError: gate and up, or expert shards of two ranks, share a scale block; or no rank has
             grouped experts.
         StateError: on all ranks: weights are on the host, their gather would overwrite unused
@@ -156,7 +157,7 @@ class _Exporter:
     def of(cls, model_chunks: Any, exported: ExportedAs) -> "_Exporter":
         chunks = require_chunks(model_chunks, "export_weights")
         for chunk in chunks if exported.is_renamed else ():
-            require_plain_model(chunk.config)
+            require_plain_model(chunk)
         return cls(
             chunks=chunks,
             exported=exported,

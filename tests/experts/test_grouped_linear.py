@@ -11,6 +11,7 @@ from moe_optim.weights.storage import Weights
 from tests.support.bytes import assert_bytes_equal
 from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.modules.compiling import make_linear, make_tokens
+from tests.support.modules.experts import hook_as_ddp
 from tests.support.states.buckets import bind
 from tests.support.states.copies import every_copy
 
@@ -93,6 +94,19 @@ def test_a_shape_that_the_format_cannot_hold_is_refused_by_name():
         GroupedLinear(2, 48, 32, format=MXFP8, name="fc2")
 
 
+def test_tokens_may_have_any_strides():
+    """GEMMs take whole 16 bytes only, which rows of columns-first tokens do not have."""
+    plain, transposed = make_linear(MXFP8, "grouped"), make_linear(MXFP8, "grouped")
+    tokens, ends = make_tokens(plain, COUNTS)
+    output = plain(tokens, ends)
+    output.sum().backward()
+    columns_first = tokens.detach().t().contiguous().t().requires_grad_()
+    got = transposed(columns_first, ends)
+    got.sum().backward()
+    assert_bytes_equal(got, output)
+    assert_bytes_equal(columns_first.grad, tokens.grad)
+
+
 # Weight gradients
 
 
@@ -149,21 +163,6 @@ def test_fused_accumulation_equals_adding_what_autograd_gives(format, layout, dt
         assert got.grad_added_to_main_grad
         assert (got.grad.shape, got.grad.dtype) == (got.shape, torch.bfloat16)
         assert not hasattr(want, "grad_added_to_main_grad")
-
-
-def hook_as_ddp(weight):
-    """Add to ``main_grad`` what GEMMs have not added, as Megatron's DDP does after each pass."""
-
-    def add(*_):
-        assert weight.grad is not None
-        if not weight.grad_added_to_main_grad:
-            weight.main_grad.add_(weight.grad)
-        weight.grad = None
-
-    weight.grad_added_to_main_grad = False
-    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
-    node.register_hook(add)
-    return node  # which the weight does not keep
 
 
 @stored

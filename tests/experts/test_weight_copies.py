@@ -26,6 +26,7 @@ from moe_optim.formats import FORMATS
 from moe_optim.formats.reference.fake import fake_quantize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights
+from tests.support.modules.experts import hook_as_ddp
 from tests.support.ranks import run_ranks
 from tests.support.te.te_experts import GroupedLinear
 
@@ -392,6 +393,38 @@ def test_experts_beside_frozen_ones_get_their_gradients(format, frozen, delays, 
         assert (got is None) == (place == frozen)
         if got is not None:
             assert_bytes_equal(got.bfloat16(), wgrads[place], what=f"expert {place}")
+
+
+@pytest.mark.parametrize("passes", [1, 2], ids=["in one pass", "in a pass of its own"])
+@pytest.mark.parametrize("format", ["mxfp4", "int8_per_expert"])
+def test_gradients_of_other_uses_of_a_weight_count(format, passes):
+    """As of a penalty in the loss, beside or behind fused accumulation, in each microbatch.
+
+    Transformer Engine returns memory that nobody may add, and autograd adds to it.
+    """
+    experts, oracle = Experts(format, fuses=True), Experts(by_hand=COPIED[format])
+    weights = list(experts.linear.parameters())
+    nodes = [hook_as_ddp(weight) for weight in weights]
+    experts.copies.begin_step()
+    for count in (1, 2):
+        output = experts(tokens_of(0)).sum()
+        penalty = sum((weight * 8).sum() for weight in weights)
+        for loss in [output + penalty] if passes == 1 else [output, penalty]:
+            loss.backward()
+        oracle.zero_grad()
+        oracle(tokens_of(0)).sum().backward()
+        for got, want in zip(weights, oracle.linear.parameters(), strict=True):
+            torch.testing.assert_close(got.main_grad, count * (want.grad.float() + 8))
+    assert len(nodes) == len(weights)
+
+
+def test_weights_may_be_frozen_between_forward_and_backward():
+    experts, tokens = Experts("mxfp4", fuses=True), tokens_of(0)
+    output = experts(tokens)
+    experts.requires_grad_(False)
+    output.sum().backward()
+    assert tokens.grad.any()
+    assert all(weight.grad is None for weight in experts.linear.parameters())
 
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])

@@ -208,7 +208,7 @@ DEEPSEEK_V3 = FamilyRules(
         "tie_word_embeddings": "flag",
     },
     arguments={
-        **rules.ARGUMENTS,
+        **rules.arguments_of("deepseek_v3"),
         "moe_router_score_function": ("sigmoid",),
         "moe_router_enable_expert_bias": (True,),
         "mla_down_proj_fusion": (False, None),

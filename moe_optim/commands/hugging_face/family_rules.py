@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moe_optim.rollout.families import Trait
+from moe_optim.rollout.families import FAMILIES, Settings, Trait
 
 ValueKind = Literal["count", "number", "flag", "layers", "count?", "number?", "layers?"]
 """Positive integer, finite number, bool, or list of layer numbers; ``?``: may be None."""
@@ -18,7 +18,6 @@ _LARGEST = 2**40
 MOST_LAYERS = 4096  # upper limit on layers, above any real model
 
 Values = Mapping[str, Any]
-Allowed = Mapping[str, tuple[Any, ...]]
 UNTIED = "untie_embeddings_and_output_weights"
 
 
@@ -45,8 +44,8 @@ class FamilyRules:
     shared: tuple[SharedValue, ...]  # shared values, including those of all families
     argument_kinds: Mapping[str, ValueKind]
     config_kinds: Mapping[str, ValueKind]
-    arguments: Allowed
-    config: Allowed
+    arguments: Settings
+    config: Settings
     defaults: Values  # transformers' defaults of keys that published configurations omit
     argument_faults: Callable[[Values], list[str]]
     config_faults: Callable[[Values], list[str]]
@@ -72,29 +71,23 @@ SHARED = (
 )
 
 _ABSENT = (
-    "no_rope_freq", "window_size", "experimental_attention_variant", "hybrid_layer_pattern",
-    "heterogeneous_layers_config_path", "moe_latent_size", "moe_shared_expert_glu_interleave_size",
-    "activation_func_clamp_value",
+    "experimental_attention_variant", "hybrid_layer_pattern", "heterogeneous_layers_config_path",
+    "moe_latent_size",
 )  # fmt: skip
 _OFF = (
-    "add_qkv_bias", "squared_relu", "quick_geglu", "layernorm_zero_centered_gamma",
-    "apply_residual_connection_post_layernorm", "rotary_interleaved", "use_rope_scaling",
-    "qk_l2_norm", "attention_output_gate", "moe_apply_probs_on_input", "moe_shared_expert_gate",
+    "add_qkv_bias", "squared_relu", "quick_geglu", "use_rope_scaling", "moe_shared_expert_gate",
 )  # fmt: skip
-ARGUMENTS: Allowed = {
+_ARGUMENTS: Settings = {  # besides the settings of a family
     "swiglu": (True,),
     "qk_layernorm": (True,),
     "normalization": ("RMSNorm",),
     "position_embedding_type": ("rope",),
     "add_bias_linear": (False,),
-    "rotary_percent": (1.0, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "softmax_type": ("vanilla", None),
-    "glu_linear_offset": (0.0, None),
     **dict.fromkeys(_OFF, (False, None)),
     **dict.fromkeys(_ABSENT, (None,)),
 }
-CONFIG: Allowed = {
+CONFIG: Settings = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "quantization_config": (None,),
@@ -104,6 +97,11 @@ DEFAULTS: Values = {
     "attention_dropout": 0.0,
     "initializer_range": 0.02,
 }
+
+
+def arguments_of(family: str) -> Settings:
+    """Return the values of arguments with which transformers computes the same as ``family``."""
+    return {**FAMILIES[family].settings, **_ARGUMENTS}
 
 
 def layer_freq(has_experts: Iterable[bool]) -> int | list[int]:
@@ -126,7 +124,7 @@ def kind_faults(given: Values, kinds: Mapping[str, ValueKind]) -> list[str]:
     ]
 
 
-def unlike(given: Values, allowed: Allowed) -> list[str]:
+def unlike(given: Values, allowed: Settings) -> list[str]:
     """Return values that are not allowed; a missing value is allowed."""
     return [
         f"{name}: expected {values[0]}, got {_spell(given[name])}"

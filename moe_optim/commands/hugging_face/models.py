@@ -15,7 +15,7 @@ from moe_optim.commands.hugging_face.family_rules import FamilyRules, Values
 from moe_optim.commands.hugging_face.qwen3_moe import QWEN3_MOE
 from moe_optim.errors import ConfigError
 from moe_optim.experts.keys.finding import refuse_conversion
-from moe_optim.rollout.families import FAMILIES, Anatomy, Family
+from moe_optim.rollout.families import FAMILIES, Anatomy, Family, family_of
 from moe_optim.rollout.rows import Heads
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -60,7 +60,7 @@ def model_from_arguments(given: Values, where: str) -> Model:
 
     ConfigError with all differences if transformers has no equivalent model.
     """
-    family = DEEPSEEK_V3 if given.get("multi_latent_attention") is True else QWEN3_MOE
+    family = _RULES[family_of(given.get("multi_latent_attention") is True).name]
     kinds = {**{one.argument: one.kind for one in family.shared}, **family.argument_kinds}
     faults = rules.kind_faults(given, kinds) + rules.unlike(given, family.arguments)
     faults = faults or rules.layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))

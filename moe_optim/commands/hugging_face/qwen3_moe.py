@@ -54,12 +54,9 @@ QWEN3_MOE = FamilyRules(
         "tie_word_embeddings": "flag",
     },
     arguments={
-        **rules.ARGUMENTS,
+        **rules.arguments_of("qwen3_moe"),
         "mtp_num_layers": (None, 0),
-        "moe_router_score_function": ("softmax", None),
         "moe_router_enable_expert_bias": (False, None),
-        "moe_router_num_groups": (None, 1),
-        "moe_router_topk_scaling_factor": (None, 1.0),
         "moe_shared_expert_intermediate_size": (None, 0),
     },
     config={**rules.CONFIG, "use_sliding_window": (False, None), "rope_scaling": (None,)},

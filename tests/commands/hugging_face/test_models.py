@@ -139,6 +139,7 @@ REFUSED_ARGUMENTS = {
     "moe_router_score_function: expected softmax, got 'sigmoid'": {
         "moe_router_score_function": "sigmoid"
     },
+    "use_mup: expected False, got True": {"use_mup": True},
     "layers: expected at most 4,096, got 5,000": {"num_layers": 5000},
     "moe_layer_freq: expected a number or 2 zeros and ones": {"moe_layer_freq": [1]},
     "groups of queries: expected a divisor of 4 heads, got 3": {"num_query_groups": 3},

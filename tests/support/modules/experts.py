@@ -176,6 +176,24 @@ def run_passes(
     return Passes(output.detach(), tokens.grad, probs.grad, grads)
 
 
+def hook_as_ddp(weight: Any) -> Any:
+    """Add to ``main_grad`` what GEMMs have not added, as Megatron's DDP does after each pass.
+
+    Keep the node that is returned: the weight does not.
+    """
+
+    def add(*_: Any) -> None:
+        assert weight.grad is not None
+        if not weight.grad_added_to_main_grad:
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+
+    weight.grad_added_to_main_grad = False
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(add)
+    return node
+
+
 def randomize_biases(experts: torch.nn.Module) -> None:
     """Give every bias values of its own, the same in any layout."""
     for index, (name, values) in enumerate(sorted(values_of(experts).items())):
