@@ -113,13 +113,17 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield weights, masters and moments."""
+        yield from self._masters()
         for part in self.stepping:
             for chunk in getattr(part, "model_chunks", ()):
                 yield from chunk.parameters()
-            for group in part.optimizer.param_groups:
-                yield from group["params"]
             for states in part.optimizer.state.values():
                 yield from (value for value in states.values() if isinstance(value, Tensor))
+
+    def _masters(self) -> Iterator[Tensor]:
+        for part in self.stepping:
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         setups = [setup_of(part, config) for part in self.stepping]
@@ -376,6 +380,29 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             self._gather_loaded(loaded)
         if graphed := self._graphed_step:
             graphed.forget()
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Derive masters from the weights, or from a model state dict, then weights from masters.
+
+        Every rank must call it. An error of one rank is raised on all, and steps and saves then
+        refuse masters that were replaced in part, until another load or reload ends.
+
+        Raises:
+            LayoutError: a parameter is missing, duplicated or misshapen in ``state_dict``.
+            NonFiniteError: a master of a quantized weight is Inf or NaN.
+        """
+        derived: list[Any] = []
+
+        def derive(part: Any) -> None:
+            part.derive_masters(states[part])
+            derived.append(part)
+
+        with replacing(self._masters, "reload_model_params", has_begun=lambda: bool(derived)):
+            expect_agreement()
+            split = agree(partial(self._split_state_dict, state_dict), None)
+            states = dict(zip(self.chained_optimizers, split, strict=True))
+            self._load_each(derive)
+            self._gather_loaded(self.stepping)
 
     def _states_by_part(self, states: Any) -> tuple[dict[Any, Any], bool]:
         """Return the states of each optimizer, and whether ranks scatter any."""

@@ -616,6 +616,11 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Raises:
             LayoutError: a parameter is missing, duplicated or misshapen in ``state_dict``.
         """
+        self.derive_masters(state_dict)
+        self.refresh_weights()
+
+    def derive_masters(self, state_dict: dict[str, Any] | None) -> None:
+        """Derive masters as in a reload, without communication; :meth:`gather_weights` must follow."""
         super()._copy_model_params_to_main_params(state_dict=state_dict)
         for bucket in self.managed_buckets if state_dict is None else ():
             for one in self.masters_of(bucket):
@@ -623,7 +628,6 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 if loaded is not None:
                     values = loaded.reshape(-1)[one.start : one.start + one.master.numel()]
                     one.master.copy_(values)
-        self.refresh_weights()
 
     def _build_model_param_to_state_dict_param_map(
         self, state_dict: dict[str, Any]
