@@ -620,7 +620,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self.refresh_weights()
 
     def derive_masters(self, state_dict: dict[str, Any] | None) -> None:
-        """Derive masters as in a reload, without communication; :meth:`gather_weights` must follow."""
+        """Derive masters without communication; :meth:`gather_weights` must follow."""
         super()._copy_model_params_to_main_params(state_dict=state_dict)
         for bucket in self.managed_buckets if state_dict is None else ():
             for one in self.masters_of(bucket):

@@ -154,7 +154,7 @@ def test_a_reload_that_fails_on_one_rank_fails_on_all():
     missing = {name: value for name, value in values.items() if name != "dense.weight"}
     with pytest.raises(LayoutError, match="dense.weight is there 0 times"):
         cycle.optimizer.reload_model_params(missing if cycle.rank else values)
-    with pytest.raises(StateError, match="a failed load of reload_model_params has partly replaced"):
+    with pytest.raises(StateError, match="failed load of reload_model_params has partly"):
         cycle.optimizer.step()
     cycle.optimizer.reload_model_params(values)
     for name, calls in (("zero", {}), ("micro", {"seed": 1, "last": True}), ("step", {})):
