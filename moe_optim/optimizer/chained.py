@@ -307,6 +307,20 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             state = agree(collect, None)
         return checkpoint.param_groups.as_layer_wise(state) if is_by_name else state
 
+    def save_parameter_state(self, filename: str) -> None:
+        """Save masters and moments of ``--ckpt-format torch``. Every rank that steps must call it.
+
+        Raises:
+            NonFiniteError: a master or moment is Inf or NaN, on every data-parallel rank, and
+                ``save_nonfinite`` is not set.
+        """
+        with self._without_stubs():
+            if len(self.stepping) > 1:  # one checks its states itself
+                groups = [part.data_parallel_group for part in self.stepping]
+                # the largest contains the others; stages without parameters do not get here
+                agree(self._check_states, max(groups, key=lambda group: group.size()))
+            super().save_parameter_state(filename)
+
     def _check_states(self) -> None:
         parts = [part for part in self.stepping if isinstance(part, CheckpointedOptimizer)]
         check_states([one for one in parts if not one.moe_optim_config.save_nonfinite], NOT_SAVED)
@@ -444,8 +458,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     def _read_parameter_state(self, filename: str) -> dict[Any, Any]:
         """Return the states of the optimizers in whose groups this rank is the first."""
-        parts = self.chained_optimizers
-        if all(part.data_parallel_group.rank() != 0 for part in self.stepping):
+        parts = self.stepping
+        if all(part.data_parallel_group.rank() != 0 for part in parts):
             return {}
         read = torch.load(filename)
         states = read if len(parts) > 1 else [read]
