@@ -55,7 +55,8 @@ class Gather:
     sliced: tuple[Tensor, ...]
     reduced: tuple[Tensor, ...]
     exchange: Tensor | None = None
-    """Amaxes to all-reduce with MAX between :meth:`open` and :meth:`encode`, if any."""
+    """Amaxes of blocks and experts that cross shard boundaries, to all-reduce with MAX between
+    :meth:`open` and :meth:`encode`; None without any."""
 
     def __init__(self, bucket: Any, backend: Backend) -> None:  # a ManagedBucket
         # weak: without a cycle, memory of a bucket that is replaced is freed at once
@@ -78,7 +79,7 @@ class Gather:
 
     def forget(self) -> None:
         """Drop plans, since masters, weights or gradient memory may have moved."""
-        self._table = None
+        self._table = self.exchange = None
 
 
 class QuantizedGather(Gather):
@@ -126,8 +127,10 @@ class QuantizedGather(Gather):
         Masters stay the same tensors until :meth:`forget`.
         """
         self._is_encoded = encoded and self._table is not None
+        table = self.plan_step(masters)
+        self.exchange = table.exchange if table.exchange.numel() else None
         if not self._is_encoded:
-            self.plan_step(masters).find_maxima.launch()
+            table.find_maxima.launch()
 
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable:
         """Return the table of masters and buffers, which steps and gathers share."""
@@ -140,12 +143,6 @@ class QuantizedGather(Gather):
         """Zero the buffers that a MAX all-reduce completes."""
         for buffer in self.reduced:
             buffer.zero_()
-
-    @property
-    def exchange(self) -> Tensor | None:  # type: ignore[override]
-        """Amaxes of blocks and experts that cross shard boundaries."""
-        table = self._opened()
-        return table.exchange if table.exchange.numel() else None
 
     def encode(self) -> None:
         """Write this rank's data and scales, or the shared blocks that a step has not encoded."""

@@ -115,7 +115,7 @@ class ManagedBucket:
         Called once per weight and micro-batch, before anything is written, in case the pass fails.
         """
         if not self._memory.nbytes():
-            self.require_memory(Event.ACCUMULATE.value)
+            require_gradient_memory(self.name, Event.ACCUMULATE.value, self.grads)
         gradients = self.state.gradients
         if gradients is Gradients.PARTIAL:
             return
@@ -142,7 +142,7 @@ class ManagedBucket:
 
     def zero(self) -> None:
         """Zero all gradients in any state; refuse while a gather uses their memory."""
-        self.require_memory("zero_grad_buffer")
+        require_gradient_memory(self.name, "zero_grad_buffer", self.grads)
         self.state.record(Event.ZERO)
         for gradients in (self.grads, *self._apart):
             gradients.zero_()
@@ -161,10 +161,6 @@ class ManagedBucket:
             thoroughly and any(bool(gradients.any()) for gradients in (self.grads, *self._apart))
         ):
             self.state.record(Event.ACCUMULATE)
-
-    def require_memory(self, what: str) -> None:
-        """Raise StateError if gradient memory is offloaded before ``what``."""
-        require_gradient_memory(self.name, what, self.grads)
 
     # Plans
 
@@ -219,7 +215,7 @@ class ManagedBucket:
         if self.state.weights not in OFFLOADED:
             self.require_held()
             masters = self.plan(generation)
-            self._planned_writes = self._count_master_writes()
+            self._planned_writes = self._master_places.count_writes()
             self.step_table = self.gather.plan_step(masters)
         return self.step_table
 
@@ -228,9 +224,6 @@ class ManagedBucket:
         self.state.record(Event.ENCODE if encoded else Event.SETTLE)
         if encoded:
             self._master_writes = self._planned_writes
-
-    def _count_master_writes(self) -> int:
-        return self._master_places.count_writes()
 
     # Gathers
 
@@ -243,7 +236,7 @@ class ManagedBucket:
         if generation is None:
             self.require_held()
         if self.gather.uses_gradient_memory:
-            self.require_memory(Event.GATHER.value)
+            require_gradient_memory(self.name, Event.GATHER.value, self.grads)
             self.find_unannounced()
         encoded = self.state.weights is Weights.ENCODED
         self.state.record(Event.GATHER)
@@ -252,7 +245,7 @@ class ManagedBucket:
             self._rest.zero_()
         if generation is None:
             masters = self.plan(self.owner.book.check_bucket(self))
-            encoded = encoded and self._count_master_writes() == self._master_writes
+            encoded = encoded and self._master_places.count_writes() == self._master_writes
         else:
             masters = self.plan(generation)
         self.gather.open(masters, encoded=encoded)

@@ -40,10 +40,10 @@ class GroupStepAdam(torch.optim.AdamW):
         exp_avg_dtype: storage dtype of the first moment: fp32, bf16, fp16 or uint8 (E4M3); None
             stores and computes it in the parameter's dtype.
         exp_avg_sq_dtype: storage dtype of the second moment.
-        **defaults: arguments of ``torch.optim.AdamW``.
+        **defaults: arguments of ``torch.optim.AdamW``, without ``amsgrad`` and ``maximize``.
 
     Raises:
-        ConfigError: ``master_weights`` is among the arguments.
+        ConfigError: an argument, or an entry of a group, is not supported.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class GroupStepAdam(torch.optim.AdamW):
                 "Transformer Engine."
             )
         super().__init__(params, **defaults)
+        require_descent(self)
         self._dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         self.defaults["adam_w_mode"] = adam_w_mode
@@ -75,6 +76,7 @@ class GroupStepAdam(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore groups and state; torch's Adam expects ``step`` in the state."""
         torch.optim.Optimizer.__setstate__(self, state)
+        require_descent(self)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -85,6 +87,7 @@ class GroupStepAdam(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        require_descent(self)
         for group in self.param_groups:
             self._step_group(group)
         return loss
@@ -177,6 +180,17 @@ class GroupStepAdam(torch.optim.AdamW):
                     self.state[param][name] = values
                 else:
                     self.set_scaled_state(param, name, values)
+
+
+def require_descent(inner: Any) -> None:
+    """Raise ConfigError if a parameter group asks for another update than Adam's or AdamW's."""
+    for group in inner.param_groups:
+        for name in ("amsgrad", "maximize"):
+            if group.get(name):
+                raise ConfigError(
+                    f"optimizer: parameter groups: {name}: expected False, as Megatron's Adam has "
+                    f"no such setting, got {group[name]}. Leave it out."
+                )
 
 
 def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:

@@ -115,13 +115,17 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield weights, masters and moments."""
+        yield from self._masters()
         for part in self.stepping:
             for chunk in getattr(part, "model_chunks", ()):
                 yield from chunk.parameters()
-            for group in part.optimizer.param_groups:
-                yield from group["params"]
             for states in part.optimizer.state.values():
                 yield from (value for value in states.values() if isinstance(value, Tensor))
+
+    def _masters(self) -> Iterator[Tensor]:
+        for part in self.stepping:
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         setups = [setup_of(part, config) for part in self.stepping]
@@ -312,6 +316,20 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             state = agree(collect, None)
         return checkpoint.param_groups.as_layer_wise(state) if is_by_name else state
 
+    def save_parameter_state(self, filename: str) -> None:
+        """Save masters and moments of ``--ckpt-format torch``. Every rank that steps must call it.
+
+        Raises:
+            NonFiniteError: a master or moment is Inf or NaN, on every data-parallel rank, and
+                ``save_nonfinite`` is not set.
+        """
+        with self._without_stubs():
+            if len(self.stepping) > 1:  # one checks its states itself
+                groups = [part.data_parallel_group for part in self.stepping]
+                # the largest contains the others; stages without parameters do not get here
+                agree(self._check_states, max(groups, key=lambda group: group.size()))
+            super().save_parameter_state(filename)
+
     def _check_states(self) -> None:
         parts = [part for part in self.stepping if isinstance(part, CheckpointedOptimizer)]
         check_states([one for one in parts if not one.moe_optim_config.save_nonfinite], NOT_SAVED)
@@ -386,6 +404,29 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         if graphed := self._graphed_step:
             graphed.forget()
 
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Derive masters from the weights, or from a model state dict, then weights from masters.
+
+        Every rank must call it. An error of one rank is raised on all, and steps and saves then
+        refuse masters that were replaced in part, until another load or reload ends.
+
+        Raises:
+            LayoutError: a parameter is missing, duplicated or misshapen in ``state_dict``.
+            NonFiniteError: a master of a quantized weight is Inf or NaN.
+        """
+        derived: list[Any] = []
+
+        def derive(part: Any) -> None:
+            part.derive_masters(states[part])
+            derived.append(part)
+
+        with replacing(self._masters, "reload_model_params", has_begun=lambda: bool(derived)):
+            expect_agreement()
+            split = agree(partial(self._split_state_dict, state_dict), None)
+            states = dict(zip(self.chained_optimizers, split, strict=True))
+            self._load_each(derive)
+            self._gather_loaded(self.stepping)
+
     def _states_by_part(self, states: Any) -> tuple[dict[Any, Any], bool]:
         """Return the states of each optimizer, and whether ranks scatter any."""
         parts = self.stepping
@@ -426,8 +467,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     def _read_parameter_state(self, filename: str) -> dict[Any, Any]:
         """Return the states of the optimizers in whose groups this rank is the first."""
-        parts = self.chained_optimizers
-        if all(part.data_parallel_group.rank() != 0 for part in self.stepping):
+        parts = self.stepping
+        if all(part.data_parallel_group.rank() != 0 for part in parts):
             return {}
         read = torch.load(filename)
         states = read if len(parts) > 1 else [read]

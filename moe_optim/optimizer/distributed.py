@@ -31,7 +31,7 @@ from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.norm import NormInput, NormTable
 from moe_optim.kernels.step_table import StepTable
-from moe_optim.optimizer.adam import moments_of
+from moe_optim.optimizer.adam import moments_of, require_descent
 from moe_optim.optimizer.address_book import (
     NORMS,
     AddressBook,
@@ -308,8 +308,10 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             StateError: Adam's ``step`` was replaced, a loss scale was set, gradient memory is
                 offloaded, or parameter groups do not match the masters.
             LayoutError: masters or moments are on the host, or have dtypes without a kernel.
+            ConfigError: a parameter group sets ``amsgrad`` or ``maximize``.
         """
         require_own_step(self.optimizer, *self._built)
+        require_descent(self.optimizer)
         if self.grad_scaler is not None:
             raise StateError(
                 "optimizer step: expected no loss scale, as when the optimizer was built, got a "
@@ -627,6 +629,11 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Raises:
             LayoutError: a parameter is missing, duplicated or misshapen in ``state_dict``.
         """
+        self.derive_masters(state_dict)
+        self.refresh_weights()
+
+    def derive_masters(self, state_dict: dict[str, Any] | None) -> None:
+        """Derive masters without communication; :meth:`gather_weights` must follow."""
         super()._copy_model_params_to_main_params(state_dict=state_dict)
         for bucket in self.managed_buckets if state_dict is None else ():
             for one in self.masters_of(bucket):
@@ -634,7 +641,6 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 if loaded is not None:
                     values = loaded.reshape(-1)[one.start : one.start + one.master.numel()]
                     one.master.copy_(values)
-        self.refresh_weights()
 
     def _build_model_param_to_state_dict_param_map(
         self, state_dict: dict[str, Any]
@@ -658,8 +664,6 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             self.make_moments()  # Megatron would create all on the device
         state_dict = checkpoint.param_groups.with_own_groups(state_dict, self.optimizer)
         super().load_state_dict(state_dict)
-        if self.host_states is not None:
-            self.host_states.keep_all(self.optimizer)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Load states from one file, then requantize the weights. Every rank must call it."""

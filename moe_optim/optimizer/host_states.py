@@ -55,11 +55,6 @@ class HostStates:
         own, exp_avg, exp_avg_sq = (homes[name].on_host for name in (_MASTER, *MOMENTS))
         return own, exp_avg, exp_avg_sq
 
-    def keep_all(self, inner: Any) -> None:
-        """Call :meth:`keep` for every master."""
-        for master in self._homes:
-            self.keep(inner, master)
-
     def call_them_the_hosts(self, inner: Any) -> None:
         """Turn them into CPU tensors over the same memory, after synchronizing the stream."""
         device = self._memory.device

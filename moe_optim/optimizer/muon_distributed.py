@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.matrix_buffers import holds_matrices, is_muon_matrix
+from moe_optim.checkpoint import staging
 from moe_optim.checkpoint.state_manifest import MASTER, MOMENTUM, WHOLE_MASTER
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.fields import HYPER_FIELDS
@@ -195,7 +196,11 @@ def build_muon(
             config.overlap_param_gather_with_optimizer_step and chunk is model_chunks[0]
         )
     overrides = {**config_overrides, _SCALARS: {"optimizer": config.muon_scalar_optimizer}}
-    param_groups = core_optimizer._get_param_groups(model_chunks, config, overrides)
+    # which overrides of --use-mup ask, and which knows no matrices of experts [E, R, C]
+    with staging.replaced(
+        core_optimizer, "is_managed_by_layer_wise_optimizer", lambda _, param: is_muon_matrix(param)
+    ):
+        param_groups = core_optimizer._get_param_groups(model_chunks, config, overrides)
     by_part: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
     for group in param_groups:
         by_part[group.get("optimizer", "muon"), group["is_expert_parallel"]].append(group)

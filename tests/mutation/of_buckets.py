@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     _mutant(  # masters written after a step has encoded them travel as they were
         BUCKET,
-        "encoded = encoded and self._count_master_writes() == self._master_writes\n",
+        "encoded = encoded and self._master_places.count_writes() == self._master_writes\n",
         "pass\n",
         "test_managed_bucket.py::"
         "test_masters_that_are_written_after_a_step_has_encoded_them_are_encoded_anew[written]",

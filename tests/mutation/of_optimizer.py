@@ -47,12 +47,6 @@ MUTANTS = (
             "tests/buckets/test_life_cycle.py::test_an_optimizer_takes_the_place_of_the_one_before_it",
         ),
     ),
-    Mutant(  # states come back from a load on the device
-        DISTRIBUTED,
-        "self.host_states.keep_all(self.optimizer)",
-        "pass",
-        (f"{TESTS}/test_host_states.py::test_states_come_home_wherever_they_were_put",),
-    ),
     Mutant(  # a step takes weights and masters for those that it has planned with
         BOOK,
         "if bucket.has_moved:\n",

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_optim.errors import ConfigError
 from moe_optim.optimizer.adam import GroupStepAdam
 from tests.support.bytes import assert_bytes_equal
 
@@ -88,6 +89,27 @@ def test_any_setting_is_torchs_to_the_bit(adam_w_mode, lr, weight_decay, beta1, 
     train(torchs, theirs, range(4))
     assert_same_moments(ours, mine, torchs, theirs)
     assert_same_parameters(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize"])
+def test_settings_that_change_the_update_are_refused_wherever_they_are_given(name):
+    message = f"^optimizer: parameter groups: {name}: expected False, .*got True. Leave it out.$"
+    parameters = make_parameters()
+    with pytest.raises(ConfigError, match=message):
+        GroupStepAdam(parameters[0], **{name: True})
+    with pytest.raises(ConfigError, match=message):
+        GroupStepAdam([{"params": parameters[0], name: True}])
+    optimizer = make_ours(parameters)
+    others = TORCHS[True](groups_of(parameters), **DEFAULTS, **{name: True})
+    with pytest.raises(ConfigError, match=message):
+        optimizer.load_state_dict(others.state_dict())
+    optimizer = make_ours(parameters)
+    optimizer.param_groups[1][name] = True
+    before = copy.deepcopy(parameters)
+    give_gradients(parameters, 0)
+    with pytest.raises(ConfigError, match=message):
+        optimizer.step()
+    assert_same_parameters(parameters, before)
 
 
 # What moments are held in

@@ -126,7 +126,7 @@ def _at_home() -> tuple[HostStates, torch.Tensor, Any]:
         state={master: {"exp_avg": torch.full((8,), 2.0), "exp_avg_sq": torch.full((8,), 3.0)}}
     )
     states = HostStates([master], 1.0)
-    states.keep_all(adam)
+    states.keep(adam, master)
     return states, master, adam
 
 
@@ -135,7 +135,7 @@ def test_moments_that_come_back_in_another_dtype_keep_it():
     states, master, adam = _at_home()
     for name, value in (("exp_avg", 5.0), ("exp_avg_sq", 7.0)):
         adam.state[master][name] = torch.full((8,), value, dtype=torch.bfloat16)
-    states.keep_all(adam)
+    states.keep(adam, master)
     for name, value in (("exp_avg", 5.0), ("exp_avg_sq", 7.0)):
         moment = adam.state[master][name]
         assert (moment.dtype, moment.tolist()) == (torch.bfloat16, [value] * 8)

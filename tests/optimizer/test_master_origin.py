@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import LayoutError, StateError
 from moe_optim.weights.grouped_weight import GroupedWeight
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.states import given_values
+from tests.support.states import given_values, life_cycle
 from tests.support.states.masters import assert_weights_come_from_masters, full_master
 from tests.support.training import named_parameters, pretrain
 
@@ -141,3 +142,21 @@ def test_each_rank_makes_masters_of_its_own_part_of_what_was_loaded():
         assert len(rank["masters"]) == 6
         for name, (master, drawn) in rank["masters"].items():
             assert_bytes_equal(master, drawn.float().view(master.shape), what=name)
+
+
+@on_ranks(2)
+def test_a_reload_that_fails_on_one_rank_fails_on_all():
+    """No rank is left in a collective, and none goes on with masters of which some are replaced."""
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(step="fused")
+    names = ("first.linear_fc2.weight", "dense.weight", "last.linear_fc2.weight")
+    values = dict(zip(names, [one.detach() for one in cycle.expected.masters], strict=True))
+    missing = {name: value for name, value in values.items() if name != "dense.weight"}
+    with pytest.raises(LayoutError, match="dense.weight is there 0 times"):
+        cycle.optimizer.reload_model_params(missing if cycle.rank else values)
+    with pytest.raises(StateError, match="failed load of reload_model_params has partly"):
+        cycle.optimizer.step()
+    cycle.optimizer.reload_model_params(values)
+    for name, calls in (("zero", {}), ("micro", {"seed": 1, "last": True}), ("step", {})):
+        getattr(cycle, name)(**calls)
+    cycle.rollout(seed=2)

@@ -216,3 +216,25 @@ def test_a_model_that_muon_cannot_train_is_refused_when_its_optimizer_is_built()
     assert [type(part).__name__ for part in optimizer.chained_optimizers] == [
         "MuonDistributedOptimizer"
     ]
+
+
+@life_cycle.on_a_rank
+def test_mup_leaves_the_learning_rates_of_all_matrices_alone():
+    """Those of experts, which are one parameter, included; Megatron scales what Adam steps."""
+    from megatron.core.optimizer import OptimizerConfig, get_mup_config_overrides
+
+    import moe_optim
+
+    cycle = life_cycle.LifeCycle(optimizer="muon and adam")
+    flags = OptimizerConfig(
+        optimizer="muon", lr=0.5, min_lr=0.25, bf16=True, use_distributed_optimizer=True
+    )
+    overrides = get_mup_config_overrides(flags, 4.0, flags.optimizer)
+    optimizer = moe_optim.get_megatron_optimizer(flags, [cycle.ddp], overrides)
+    rates = {
+        tuple(param.shape): (group["max_lr"], group["min_lr"])
+        for part in optimizer.chained_optimizers
+        for params, group in zip(part.model_float16_groups, part.param_groups, strict=True)
+        for param in params
+    }
+    assert rates == {(3, 32, 32): (0.5, 0.25), (32, 32): (0.125, 0.0625)}

@@ -1,9 +1,11 @@
 """``get_megatron_optimizer`` as a drop-in: adopts what it can, refuses what it cannot, by name."""
 
+import copy
 import inspect
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,8 +18,11 @@ from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8
 from tests.support import training
+from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.states import life_cycle
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
+from tests.support.wrapping import build_optimizer, layer_config, wrap
 
 FLAGS = ["--train-iters", "4", "--eval-interval", "2", *OVERLAP, "--clip-grad", "1.0"]
 
@@ -200,3 +205,34 @@ def test_each_group_is_gathered_once_a_step_however_many_optimizers_there_are():
 
 def _portable_under_stock(flags: list[str], config: MoEOptimConfig) -> Record:
     return pretrain(flags, config, optimizer=False)
+
+
+@on_ranks(2)
+def test_states_of_experts_alone_save_to_a_file_and_load(tmp_path: Path):
+    """All else is frozen, and its optimizer, which a chain always has, is without parameters."""
+    life_cycle.initialize()
+    moe_optim.install(MoEOptimConfig(format="mxfp8", step="fused"))
+    layers, config = life_cycle.make_layers("mxfp8"), layer_config(life_cycle.WIDTH)
+    layers[:2].requires_grad_(False)
+    layers[2].weight.allreduce = False
+    ddp = wrap(config, life_cycle.make_model(config, layers))
+    optimizer = build_optimizer(ddp)
+    assert [part.is_stub_optimizer for part in optimizer.chained_optimizers] == [True, False]
+
+    def step(seed: int) -> list[torch.Tensor]:
+        ddp.zero_grad_buffer()
+        ddp(life_cycle.tokens_of(seed, rank=0)).float().sum().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        return [one.detach().float().clone() for one in optimizer._tensors()]
+
+    first, state = step(1), copy.deepcopy(optimizer.state_dict())
+    optimizer.save_parameter_state(f"{tmp_path}/states.pt")
+    torch.distributed.barrier()
+    second = step(2)
+    optimizer.load_state_dict(state)
+    optimizer.load_parameter_state(f"{tmp_path}/states.pt")
+    for got, want in zip(optimizer._tensors(), first, strict=True):
+        assert_bytes_equal(got.detach().float(), want)
+    for got, want in zip(step(2), second, strict=True):
+        assert_bytes_equal(got, want)

@@ -28,7 +28,6 @@ from moe_optim.formats.reference.newton_schulz import Orthogonalization, orthogo
 from moe_optim.integration import installation
 from moe_optim.kernels import staging
 from moe_optim.kernels.step_table import StepTable
-from moe_optim.optimizer.address_book import state_names
 from moe_optim.optimizer.muon_step import MuonTable
 from moe_optim.weights.grouped_weight import GradientNote, GroupedWeight
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
@@ -891,6 +890,7 @@ class LifeCycle:
                     left.fill_(torch.nan)
                 continue
             before = [dict(state) for state in inner.state.values()]
+            names = {*getattr(inner, "state_names", MOMENTS)}
             if what == "adam":
                 inner.load_state_dict(_copy(inner.state_dict()))
             elif what == "states":
@@ -898,10 +898,10 @@ class LifeCycle:
                     inner.state[master] = _copy(state)
             else:
                 for state in inner.state.values():
-                    for name in {what} & {*state_names(inner)} or {*state_names(inner)}:
+                    for name in {what} & names or names:
                         state[name] = state[name].clone()
             kept = {id(value) for state in inner.state.values() for value in state.values()}
-            for left in (state[name] for state in before for name in state_names(inner)):
+            for left in (state[name] for state in before for name in names):
                 if id(left) not in kept:
                     left.fill_(torch.nan)
 
