@@ -16,7 +16,9 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import on_ranks
 
 pytest.importorskip("megatron.core")
-pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.skipif(  # importing it takes every process seconds, also those without a test
+    not find_package("compressed-tensors"), reason="compressed-tensors is not installed"
+)
 
 FORMATS = ("mxfp4", "int4")
 PROJECTIONS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
