@@ -75,6 +75,10 @@ PINS := $(VENV)/bin/python -c 'import tomllib; \
     extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
     print(*extras["pins"])'
 
+# Compiles what pip has installed, on all cores, where pip itself takes one. Some packages hold files
+# that are no Python of this version.
+COMPILE := $(VENV)/bin/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+
 .PHONY: train test test-all life-cycle fuzz lint format docs site python clean
 
 train: $(TO_TRAIN)
@@ -141,12 +145,16 @@ $(TO_TRAIN): pyproject.toml $(wildcard moe_optim/version.py)
 	    "$$python" -m venv --clear $(VENV) || exit 1; \
 	fi
 	@echo "Installing moe_optim into $(VENV). The first time this downloads 5 GB, most of it torch."
-	@$(VENV)/bin/python -m pip install --disable-pip-version-check $$($(PINS)) -e '.[megatron]'
+	@$(VENV)/bin/python -m pip install --no-compile --disable-pip-version-check $$($(PINS)) \
+	    -e '.[megatron]'
+	@$(COMPILE)
 	@touch $(TO_TRAIN)
 
 $(STAMP): $(TO_TRAIN)
 	@echo "Installing the development tools into $(VENV)."
-	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[megatron,dev]'
+	@$(VENV)/bin/python -m pip install --no-compile -q --disable-pip-version-check \
+	    -e '.[megatron,dev]'
+	@$(COMPILE)
 	@touch $(STAMP)
 
 # Removes .venv and what the tools left behind; runs/ stays.

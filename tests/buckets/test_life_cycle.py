@@ -20,7 +20,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.formats import reference
 from moe_optim.weights.grouped_weight import GroupedWeight
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
 from tests.support.states.making_room import list_masters, move_masters
@@ -192,9 +192,7 @@ def test_context_parallel_ranks_share_a_step_as_data_parallel_ones_do(knobs: dic
         run_ranks(2, _train_in_parallel, knobs, {"context_parallel_size": size}) for size in (1, 2)
     )
     for rank, (want, got) in enumerate(zip(data, context, strict=True)):
-        assert got.keys() == want.keys()
-        for name, tensor in want.items():
-            assert_bytes_equal(got[name], tensor, what=f"rank {rank}: {name}")
+        assert_same_tensors(got, want, what=f"rank {rank}:")
 
 
 @life_cycle.on_a_rank

@@ -254,7 +254,7 @@ def _run(
     run_state_machine_as_test(
         drawn_by(number, Machine),
         settings=settings(
-            max_examples=1 + steps // 10,  # an example has more steps than that on average
+            max_examples=2 + steps // 25,  # an example has more than 30 steps on average
             stateful_step_count=EXAMPLE_STEPS,
             derandomize=True,
             database=None,

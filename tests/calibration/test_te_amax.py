@@ -13,7 +13,7 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.inputs import wide_range_weights
 from tests.support.modules import experts
 from tests.support.modules.amax import amax_of, load_module, save_module, saved_amaxes
@@ -119,7 +119,7 @@ def _save(folder: Path) -> tuple[SimpleNamespace, SimpleNamespace]:
         cut = _record(module, 1, tp=2)
         save_module(module, folder / f"{format} parts", PREFIX)
         synchronize_amax([module])
-        assert_all_equal(_loaded(module), cut.whole)
+        assert_same_tensors(_loaded(module), cut.whole)
         save_module(module, folder / f"{format} cut", PREFIX)
         _record(module, 1, tp=2)  # which makes amaxes of parts of them again
         assert set(_loaded(module).values()) == {None}
@@ -166,14 +166,8 @@ def _load_on_two(folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]
         save_module(module, folder / f"{format} cut again", PREFIX)
         again = load_module(_make(1, format, not single, tp=2), folder / f"{format} cut", PREFIX)
         found[format, "cut"] = _loaded(again)
-        assert_all_equal(_loaded(module), found[format, "cut"])
+        assert_same_tensors(_loaded(module), found[format, "cut"])
     return found
-
-
-def assert_all_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, amax in want.items():
-        assert_bytes_equal(got[name], amax, what=name)
 
 
 def test_amaxes_follow_their_experts_over_expert_parallel_sizes(tmp_path: Path):
@@ -191,12 +185,12 @@ def test_amaxes_follow_their_experts_over_expert_parallel_sizes(tmp_path: Path):
         assert not any(torch.equal(half, want) for half in halves)
         assert torch.equal(torch.maximum(*halves), want)
     for amaxes in found.values():
-        assert_all_equal(amaxes, spread.whole)
+        assert_same_tensors(amaxes, spread.whole)
     for format, _ in CASES:
         both = first[format, "spread"], second[format, "spread"]
-        assert_all_equal({n: torch.cat([one[n] for one in both]) for n in both[0]}, spread.whole)
+        assert_same_tensors({n: torch.cat([one[n] for one in both]) for n in both[0]}, spread.whole)
         for of_rank in (first, second):
-            assert_all_equal(of_rank[format, "cut"], spread.whole)
+            assert_same_tensors(of_rank[format, "cut"], spread.whole)
         saved = saved_amaxes(tmp_path / f"{format} cut again")
         for name, want in spread.whole.items():
             key = f"{PREFIX}experts.{name}.weight_amax"

@@ -13,7 +13,7 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError, StateError
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.collectives import no_collectives
 from tests.support.modules import calibrating, experts
 from tests.support.modules.amax import amax_of, save_module, saved_amaxes
@@ -422,16 +422,16 @@ def test_32_experts_calibrate_train_save_reshard_and_resume(format: str, tmp_pat
     for record in first:
         seen = record.extra
         assert len(seen["first"]) == 4  # two layers of fc1 and fc2
-        assert_same_amaxes(seen["first"], seen["wanted"])
-        assert_same_amaxes(seen["last"], seen["first"])
+        assert_same_tensors(seen["first"], seen["wanted"])
+        assert_same_tensors(seen["last"], seen["first"])
     for record in (*first, *resumed):
         anew = record.extra["anew"]  # of weights that have moved, and been gathered to be read
-        assert_same_amaxes(anew, record.extra["wanted anew"])
+        assert_same_tensors(anew, record.extra["wanted anew"])
         assert not are_equal(anew, record.extra["last"])
     if format == "bf16":  # on two ranks, of which each had only stepped a half of an expert
         assert not any(are_equal(one.extra["anew"], one.extra["stale"]) for one in first)
     want, got = _of_all(first, 2), _of_all(resumed, 4)
-    assert_same_amaxes(got, want)
+    assert_same_tensors(got, want)
     for name, amax in want.items():
         assert amax.shape == (EXPERTS, 1, 1) and len(amax.unique()) > EXPERTS // 2, name
     assert set(resumed[0].losses | first[0].losses) == set(range(1, 2 * STEPS + 1))
@@ -448,16 +448,10 @@ def _train_resumed(format: str, folder: Path) -> Record:
 def _of_all(records: list[Record], ep: int) -> dict[str, torch.Tensor]:
     """Return the amaxes of all experts; copies on other ranks hold the same."""
     for rank, record in enumerate(records):
-        assert_same_amaxes(record.extra["last"], records[rank % ep].extra["last"])
+        assert_same_tensors(record.extra["last"], records[rank % ep].extra["last"])
     names = records[0].extra["last"]
     return {name: torch.cat([r.extra["last"][name] for r in records[:ep]]) for name in names}
 
 
 def are_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(amax, want[name]) for name, amax in got.items())
-
-
-def assert_same_amaxes(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, amax in want.items():
-        assert_bytes_equal(got[name], amax, what=name)

@@ -83,9 +83,7 @@ def test_every_layout_loads_into_every_other(own: bool, given: bool):
     assert all(before[key] is value for key, value in (others | state).items())
     theirs = dict(state)
     DistributedOptimizer._normalize_state_dict_for_grouped_params(theirs, make_chunk(single=own))
-    assert theirs.keys() == want.keys()
-    for key, value in want.items():
-        assert_bytes_equal(theirs[key], value, what=f"Megatron's {key}")
+    assert_same_tensors(theirs, want, what="Megatron's")
 
 
 def test_quantized_weights_of_a_state_give_their_values():

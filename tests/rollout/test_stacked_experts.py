@@ -14,7 +14,7 @@ from moe_optim.rollout.conventions import CONVENTIONS, ENGINE_FORMATS
 from moe_optim.rollout.expert_tensors import rowwise_of
 from moe_optim.rollout.exported_as import ExportedAs
 from moe_optim.rollout.units import HeldExperts
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.checkpoints.stored_checkpoints import interleaved
 
 EXPERTS, ROWS, COLS = 2, 512, 256
@@ -56,9 +56,7 @@ def test_gate_rows_come_before_up_rows_however_they_train(format, convention):
         mixed = exported(
             layout, convention, held(format, interleave=128), interleaved(weights, 128)
         )
-        assert straight.keys() == mixed.keys()
-        for name, want in straight.items():
-            assert_bytes_equal(mixed[name], want, what=name)
+        assert_same_tensors(mixed, straight)
 
 
 @pytest.mark.parametrize(("format", "convention"), [*CASES, ("bf16", None)])

@@ -4,6 +4,8 @@ The model steps, its live export is decompressed by compressed-tensors itself as
 configuration says, and the values are those of the GEMM operands of both directions.
 """
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -16,7 +18,9 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import on_ranks
 
 pytest.importorskip("megatron.core")
-pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.skipif(  # not imported here: that takes each worker seconds
+    find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
+)
 
 FORMATS = ("mxfp4", "int4")
 PROJECTIONS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}

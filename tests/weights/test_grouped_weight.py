@@ -16,7 +16,7 @@ from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, reference
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage, Weights
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.formats import fitting
 from tests.support.inputs import normal_weights, wide_range_weights
 from tests.support.ranks import run_ranks
@@ -47,12 +47,6 @@ def buffers_of(weight):
 
 def snapshot(weight):
     return {name: buffer.clone() for name, buffer in buffers_of(weight).items()}
-
-
-def assert_buffers_equal(got, want, what=""):
-    assert got.keys() == want.keys()
-    for name in got:
-        assert_bytes_equal(got[name], want[name], what=f"{what} {name}")
 
 
 def share_memory(a, b):
@@ -107,7 +101,7 @@ def test_aliases_share_every_buffer(alias):
     assert share_memory(other, weight)
     values = wide_range_weights(*SHAPE, seed=1)
     other.detach().copy_(values)
-    assert_buffers_equal(buffers_of(weight), reference.quantize(values, MXFP8).buffers())
+    assert_same_tensors(buffers_of(weight), reference.quantize(values, MXFP8).buffers())
 
 
 def test_a_shallow_copy_of_a_parameter_is_one_with_the_same_attributes():
@@ -141,7 +135,7 @@ def test_deepcopy_of_a_linear_shares_within_the_copy_and_not_with_the_original(l
         part = other.storage if layout == "grouped" else other.storage.expert(index)
         assert isinstance(weight, torch.nn.Parameter)
         assert pointers(weight.quantized_storage) == pointers(part)
-        assert_buffers_equal(buffers_of(weight), buffers_of(original))
+        assert_same_tensors(buffers_of(weight), buffers_of(original))
         weight.data.copy_(torch.zeros(weight.shape))
     assert not other.operand("rowwise").any()
     assert linear.operand("rowwise").any()
@@ -260,7 +254,7 @@ def test_copy_is_quantize_for_all_values(seed, dtype):
     values = wide_range_weights(*SHAPE, seed=seed)
     weight = make_weight()
     weight.data.copy_(values.to(dtype))
-    assert_buffers_equal(buffers_of(weight), reference.quantize(values, MXFP8).buffers())
+    assert_same_tensors(buffers_of(weight), reference.quantize(values, MXFP8).buffers())
 
 
 def test_copy_of_an_equal_storage_copies_bytes():
@@ -269,7 +263,7 @@ def test_copy_of_an_equal_storage_copies_bytes():
     for buffer in buffers_of(source).values():
         buffer.random_(0, 256)  # bytes that no quantization gives
     target.data.copy_(source)
-    assert_buffers_equal(buffers_of(target), buffers_of(source))
+    assert_same_tensors(buffers_of(target), buffers_of(source))
     assert not share_memory(target, source)
 
 
@@ -277,7 +271,7 @@ def test_copy_from_another_format_requantizes_values():
     source, target = make_weight(seed=1, format=MXFP8_2D), make_weight(seed=2)
     target.data.copy_(source)
     expected = reference.quantize(source.dequantize(), MXFP8)
-    assert_buffers_equal(buffers_of(target), expected.buffers())
+    assert_same_tensors(buffers_of(target), expected.buffers())
 
 
 LOST_WRITES = {
@@ -306,7 +300,7 @@ def test_other_writes_in_place_raise_and_change_nothing(write):
     before, version = snapshot(weight), weight.quantized_storage.version
     with pytest.raises(StateError, match=r"^experts\.weight: aten\..* be lost\. .* copy_\(\)"):
         write(weight.data)
-    assert_buffers_equal(buffers_of(weight), before)
+    assert_same_tensors(buffers_of(weight), before)
     assert weight.quantized_storage.version == version
 
 
@@ -334,7 +328,7 @@ def test_data_takes_storage_of_its_shape_and_no_plain_tensor():
         StateError, match=r"expected a weight of \[2, 64, 32\], got .*\[2, 32, 64\]"
     ):
         weight.data = make_weight(shape=(2, 32, 64)).data
-    assert_buffers_equal(buffers_of(weight), before)
+    assert_same_tensors(buffers_of(weight), before)
     weight.data = other.data
     assert share_memory(weight, other)
     bound = make_weight()
@@ -342,7 +336,7 @@ def test_data_takes_storage_of_its_shape_and_no_plain_tensor():
     with pytest.raises(StateError, match=r"^experts\.weight: data: .* got that of other\.weight\."):
         bound.data = other.data
     bound.data = bound.data
-    assert_buffers_equal(buffers_of(bound), before)
+    assert_same_tensors(buffers_of(bound), before)
 
 
 NEITHER_READ = r"^experts\.weight: .*earlier step.*start_param_sync"
@@ -370,7 +364,7 @@ def test_a_weight_behind_its_masters_is_neither_read_nor_written(call, message):
     assert "experts.weight" in repr(weight)
     with pytest.raises(StateError, match=message):
         call(weight.data)
-    assert_buffers_equal(buffers_of(weight), before)
+    assert_same_tensors(buffers_of(weight), before)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +467,7 @@ def test_broadcast_sends_the_buffers():
     for rank, sent in enumerate(run_ranks(2, _broadcast)):
         for name, (buffers, initial) in zip(sorted(2 * FORMATS_SENT), sent, strict=True):
             expected = snapshot(make_weight(seed=0, format=FORMATS[name]))
-            assert_buffers_equal(buffers, expected, what=f"{name} on rank {rank}")
+            assert_same_tensors(buffers, expected, what=f"{name} on rank {rank}")
             assert_bytes_equal(initial, drawn)
 
 

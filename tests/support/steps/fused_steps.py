@@ -15,7 +15,7 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats.reference.adam import Hyper, step_into
 from tests.support import training
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.states.masters import assert_weights_come_from_masters
 from tests.support.training import named_parameters, pretrain
 
@@ -257,7 +257,5 @@ def _assert_is_adams(
         clip=torch.tensor(min(clip.item(), 1.0)),
         decoupled=decoupled,
     )
-    assert want.keys() == after.keys(), what
-    for name, tensor in want.items():
-        assert_bytes_equal(after[name], tensor, what=f"{what} {name}")
+    assert_same_tensors(after, want, what=what)
     assert not torch.equal(after["master"], shard.before["master"]), f"{what}: nothing moved"
