@@ -50,10 +50,11 @@ from moe_optim.checkpoint.state_manifest import BY_NAME, SHARDING_TYPE, states_w
 from moe_optim.errors import StateError, listed
 from moe_optim.integration.agreement import (
     agree,
-    count_failures,
+    announce,
+    failing_together,
     from_first,
     gather_objects,
-    join,
+    meet,
     reduce_max,
 )
 from moe_optim.integration.engine import original
@@ -72,9 +73,6 @@ _TOLD_BYTES = 4096
 
 _planned: WeakKeyDictionary[Any, list[tuple[Any, ...]]] = WeakKeyDictionary()
 """Entries of this rank that strategies that keep plans have saved last."""
-
-_may_join = False
-"""Whether the next collective of all ranks is an agreement: before and after a save is written."""
 
 
 def save(  # noqa: PLR0913  # Megatron's
@@ -96,7 +94,6 @@ def save(  # noqa: PLR0913  # Megatron's
     Raises:
         Exception: a rank failed; on every rank, with the number of that rank and its error.
     """
-    global _may_join
     stock = original("megatron.core.dist_checkpointing:save")
     more = preprocess_common_before_consistancy_check, content_metadata
     if installed_config() is None and not any(states_with_manifests(sharded_state_dict)):
@@ -134,17 +131,16 @@ def save(  # noqa: PLR0913  # Megatron's
         return request
     for finalize in request.finalize_fns:
         finalize()
-    _may_join = True
+    announce(True)
     return None
 
 
 def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
     """Do what may fail on one rank alone, before Megatron communicates.
 
-    The first collective of a save is this agreement, which :func:`join` relies on.
+    The first collective of a save is this agreement, as :func:`generate_state_dict` announces.
     """
-    global _may_join
-    _may_join = False
+    announce(False)
 
     def prepare() -> None:
         if installed_config() is not None:
@@ -369,21 +365,12 @@ def _expected_all(errors: Mapping[int, str]) -> str:
 
 def _save_distributed(act: Callable[[], Any]) -> Any:
     """Call ``act``, Megatron's save; raise an error around :func:`save` of one rank on all."""
-    global _may_join
-    before, _may_join = count_failures(), False
 
     def barrier(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock(*args, **kwargs) if args or kwargs else agree(lambda: None, None)
+        return stock(*args, **kwargs) if args or kwargs else meet(meets_next=True)
 
-    try:
-        with replaced(torch.distributed, "barrier", barrier):
-            return act()
-    except Exception as error:
-        if _may_join and count_failures() == before:
-            join(error)
-        raise
-    finally:
-        _may_join = False
+    with failing_together(), replaced(torch.distributed, "barrier", barrier):
+        return act()
 
 
 def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
@@ -415,7 +402,6 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
     Every rank must call it. If parameters are frozen in some layers only, states by name are saved
     under per-layer keys, which the checkpoint's metadata declares.
     """
-    global _may_join
     synchronize_amax(model)
     options = optim_sd_kwargs or {}
     is_saved = optimizer is not None and not args.no_save_optim and not options.get("is_loading")
@@ -425,7 +411,8 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
         # to model and optimizer, and saves it for loading.
         options["metadata"]["non_homogeneous_layers"] = True
     agrees = not is_saved or hasattr(optimizer, "stepping")  # others communicate when it collects
-    _may_join = agrees and args.ckpt_format == "torch_dist" and not options.get("is_loading")
+    if not options.get("is_loading"):
+        announce(agrees and args.ckpt_format == "torch_dist")
     return original(f"{_CHECKPOINTING}:generate_state_dict")(
         args,
         model,
