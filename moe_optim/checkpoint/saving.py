@@ -8,7 +8,7 @@ save begins with a checksum manifest that marks the checkpoint unfinished.
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ from moe_optim.integration.agreement import (
     failing_together,
     from_first,
     gather_objects,
-    meet,
     reduce_max,
 )
 from moe_optim.integration.engine import original
@@ -67,6 +66,10 @@ from moe_optim.weights.te.fields import is_tensorwise, read_values, te_formats_o
 _CHECKPOINTING = "megatron.training.checkpointing"
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 _STRATEGIES = (TorchDistSaveShardedStrategy, FullyParallelSaveStrategyWrapper)
+
+_INCOMPLETE = (
+    "The checkpoint is incomplete; those before it are as they were. Save again, or elsewhere."
+)
 
 _TOLD_BYTES = 4096
 """Longest error of a writer of local checkpoints."""
@@ -128,6 +131,8 @@ def save(  # noqa: PLR0913  # Megatron's
         partial(from_first, partial(_complete, checkpoint_dir, config, verify_integrity), None),
     ]
     if async_sharded_save:
+        if folder is not None:  # another save into this folder may have ended since the call
+            request.finalize_fns.insert(0, partial(from_first, partial(invalidate, folder), None))
         return request
     for finalize in request.finalize_fns:
         finalize()
@@ -232,10 +237,7 @@ def _collect(parts: Sequence[Callable[[], None]], checkpoint_dir: str) -> None:
     found = [failures]
     torch.distributed.broadcast_object_list(found, src=0)
     if found[0]:
-        raise StateError(
-            f"{checkpoint_dir}: {_expected_all(found[0])}. The checkpoint is incomplete; those "
-            "before it are as they were. Save again, or elsewhere."
-        )
+        raise StateError(f"{checkpoint_dir}: {_expected_all(found[0])}. {_INCOMPLETE}")
 
 
 def _complete(checkpoint_dir: str, config: CheckpointingConfig, verify_integrity: bool) -> None:
@@ -291,7 +293,7 @@ def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     folder = _folder_of_ranks(given.arguments)
     if folder is not None:
         from_first(lambda: mark_unfinished(folder), None)
-        result = stock(*args, **kwargs)
+        result = _save_together(partial(stock, *args, **kwargs), folder)
         from_first(lambda: record_checksums(folder), None)
         return result
     is_apart = given.arguments["non_persistent_ckpt"]
@@ -299,7 +301,7 @@ def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         manager = given.arguments["checkpointing_context"]["local_checkpoint_manager"]
         with writing_together(manager, is_synchronous=not get_args().async_save):
             return stock(*args, **kwargs)
-    return _save_distributed(partial(stock, *args, **kwargs))
+    return _save_together(partial(stock, *args, **kwargs), None)
 
 
 @contextmanager
@@ -363,13 +365,40 @@ def _expected_all(errors: Mapping[int, str]) -> str:
     return f"expected every rank to write its part, got {said}"
 
 
-def _save_distributed(act: Callable[[], Any]) -> Any:
-    """Call ``act``, Megatron's save; raise an error around :func:`save` of one rank on all."""
+def _save_together(act: Callable[[], Any], files_of_ranks: Path | None) -> Any:
+    """Call ``act``, Megatron's save; raise an error around :func:`save` of one rank on all.
 
-    def barrier(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock(*args, **kwargs) if args or kwargs else meet(meets_next=True)
+    Where ranks write files of their own, an error of these is raised at Megatron's barrier: until
+    then the others gather states with this rank.
+    """
+    from megatron.training import checkpointing
 
-    with failing_together(), replaced(torch.distributed, "barrier", barrier):
+    failures: list[Exception] = []
+
+    def write(stock: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            stock(*args, **kwargs)
+        except Exception as error:
+            failures.append(error)
+
+    def require_written() -> None:
+        if failures:
+            said = f"{files_of_ranks}: expected to write a file, got {described(failures[0])}"
+            raise StateError(f"{said}. {_INCOMPLETE}") from failures[0]
+
+    def barrier(stock: Any, *args: Any, **kwargs: Any) -> None:
+        if args or kwargs:
+            stock(*args, **kwargs)
+            return
+        agree(require_written, None)
+        announce(True)
+
+    with ExitStack() as stack:
+        stack.enter_context(failing_together())
+        stack.enter_context(replaced(torch.distributed, "barrier", barrier))
+        if files_of_ranks is not None:
+            stack.enter_context(replaced(torch, "save", write))
+            stack.enter_context(replaced(checkpointing, "ensure_directory_exists", write))
         return act()
 
 
@@ -412,7 +441,7 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
         options["metadata"]["non_homogeneous_layers"] = True
     agrees = not is_saved or hasattr(optimizer, "stepping")  # others communicate when it collects
     if not options.get("is_loading"):
-        announce(agrees and args.ckpt_format == "torch_dist")
+        announce(agrees and args.ckpt_format in ("torch_dist", "torch"))
     return original(f"{_CHECKPOINTING}:generate_state_dict")(
         args,
         model,
