@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim import checkpoint
 from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
-from moe_optim.checkpoint.files.folders import TRACKER, is_local
+from moe_optim.checkpoint.files.folders import TRACKER, is_local, iteration_of
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
@@ -294,17 +294,27 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(stock).bind(*args, **kwargs).arguments
     manager = (given.get("checkpointing_context") or {}).get("local_checkpoint_manager")
     read: list[tuple[Any, Any]] = []
+    iterations: dict[Path, int] = {}
 
     def remember(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state, name, *more = found = stock(*args, **kwargs)
         if checkpointing.CheckpointType.GLOBAL not in more:
             read.append((name, getattr(state, "common", state)))
+        if checkpointing.CheckpointType.LEGACY in more and not found[2]:  # folder/iter/mp_rank/file
+            folder = Path(name).parents[1]
+            iterations[folder.parent] = iteration_of(folder)
         return found
+
+    def follow(stock: Callable[..., Any], tracker: str) -> tuple[int, bool]:
+        """Megatron takes states of ``--ckpt-format torch`` from the newest, despite --ckpt-step."""
+        newest, is_release = stock(tracker)
+        return iterations.get(Path(tracker).parent, newest), is_release
 
     with (
         failing_together(),
         _meeting(given["optimizer"], manager),
         replaced(checkpointing, "_load_base_checkpoint", remember),
+        replaced(checkpointing, "read_metadata", follow),
         replaced(type(manager), "load", remember) if manager else nullcontext(),
     ):
         try:
