@@ -519,7 +519,7 @@ def of_another_model(where: object, got: str, saved: Mapping[str, Any]) -> Layou
     differing = differing_arguments(saved)
     remedy = f"Start with the arguments it was saved with ({listed(differing)})."
     return LayoutError(
-        f"{where}: expected the tensors of this model, got others: {got}. "
+        f"{where}: expected the tensors of this model, got others: {got.rstrip('.')}. "
         f"{remedy if differing else 'Load it into the model that it was saved from.'}"
     )
 

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim import checkpoint
 from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
-from moe_optim.checkpoint.files.folders import is_local
+from moe_optim.checkpoint.files.folders import TRACKER, is_local, iteration_of
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
@@ -76,7 +76,13 @@ from moe_optim.checkpoint.state_manifest import (
     states_with_manifests,
 )
 from moe_optim.errors import LayoutError, StateError, listed, shorten
-from moe_optim.integration.agreement import agree, count_failures, join
+from moe_optim.integration.agreement import (
+    agree,
+    announce,
+    failing_together,
+    gather_objects,
+    meet,
+)
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import (
     config_or_bf16,
@@ -92,10 +98,8 @@ _GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"
 """Key of the parameter groups of an optimizer by number, where they are an object."""
 _CORE = "megatron.core.dist_checkpointing"
 _TRAINING = "megatron.training"
+_ONE_FOLDER = "Name a folder that all nodes share, or copy the whole of it to every node."
 _TENSORS_METADATA = f"{_CORE}.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata"
-
-_may_join = False
-"""Whether the next collective of all ranks, in Megatron's loading, is an agreement."""
 
 
 def load(  # noqa: PLR0913  # Megatron's
@@ -117,7 +121,6 @@ def load(  # noqa: PLR0913  # Megatron's
         LayoutError: flat optimizer states have other parameters, or an order that cannot be
             derived; gate and up are interleaved differently; or objects are not plain data.
     """
-    global _may_join
     stored, handling = None, parse_strict_flag(strict)
     if process_group is None:
         expect_agreement()
@@ -147,7 +150,7 @@ def load(  # noqa: PLR0913  # Megatron's
         entries = nested_values(sharded_state_dict)
         return (entry.data for entry in entries if isinstance(entry, kinds))
 
-    before, _may_join = _may_join, False
+    meets_next = announce(False)
     try:
         with (
             replacing(targets, checkpoint_dir, lambda: stored is not None and stored.has_read),
@@ -165,7 +168,7 @@ def load(  # noqa: PLR0913  # Megatron's
             )
     finally:
         end_session()
-    _may_join = before
+    announce(meets_next)
     state = result[0] if isinstance(result, tuple) else result
     state.pop(_ACCOUNTED, None)
     return result
@@ -249,22 +252,31 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
     """Return the format of a checkpoint and open or verify it; arguments are Megatron's.
 
     Every rank of an initialized process group must call it: ranks share the reading. StateError
-    lists all missing or damaged files.
+    lists all missing or damaged files, or the formats if ranks have found several.
     """
-    global _may_join
-    found = original(f"{_TRAINING}.checkpointing:_get_checkpoint_format")(checkpoint_name, args)
-    if installed_config() is not None and is_local(checkpoint_name):
-        folder, is_joined = Path(checkpoint_name), dist.is_initialized()
+    stock = partial(original(f"{_TRAINING}.checkpointing:_get_checkpoint_format"), checkpoint_name)
+    folder = Path(checkpoint_name)
+    if installed_config() is None or not is_local(checkpoint_name):
+        return stock(args)
+    if not dist.is_initialized():  # only arguments are read
+        found = stock(args)
         if found == "torch":
-            if is_joined:
-                expect_agreement()
-            thorough = is_joined and config_or_bf16().check_on_load != "quick"
-            rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
-            check = partial(require_intact, folder, thorough=thorough, part=rank, parts=ranks)
-            agree(check, None) if is_joined else check()  # else only arguments are read
-        elif found == "torch_dist" and is_joined:
-            open_session(folder, None)
-        _may_join = is_joined and found in ("torch", "torch_dist")
+            require_intact(folder, thorough=False)
+        return found
+    found, *others = gather_objects(agree(partial(stock, args), None), None)
+    if set(others) - {found}:
+        raise StateError(
+            f"{folder}: expected a checkpoint of one format on all ranks, got {found} on rank 0, "
+            f"others elsewhere. {_ONE_FOLDER}"
+        )
+    if found == "torch":
+        expect_agreement()
+        thorough = config_or_bf16().check_on_load != "quick"
+        part, parts = dist.get_rank(), dist.get_world_size()
+        agree(partial(require_intact, folder, thorough=thorough, part=part, parts=parts), None)
+    elif found == "torch_dist":
+        open_session(folder, None)
+    announce(found in ("torch", "torch_dist"))
     return found
 
 
@@ -272,28 +284,42 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
     """Load a checkpoint; arguments and result are Megatron's. Every rank must call it.
 
     An error of one rank is raised on all, except where Megatron's own collectives come next.
+    StateError if only some ranks find a checkpoint to load: Megatron has them wait for the others.
     LayoutError for a local or ``--ckpt-format torch`` checkpoint of another model, once Megatron
     fails to load it; the message names the arguments that differ.
     """
-    from megatron.training import checkpointing
+    from megatron.training import checkpointing, get_args
 
     stock = original(f"{_TRAINING}.checkpointing:load_checkpoint")
     given = inspect.signature(stock).bind(*args, **kwargs).arguments
     manager = (given.get("checkpointing_context") or {}).get("local_checkpoint_manager")
     read: list[tuple[Any, Any]] = []
+    iterations: dict[Path, int] = {}
 
     def remember(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state, name, *more = found = stock(*args, **kwargs)
         if checkpointing.CheckpointType.GLOBAL not in more:
             read.append((name, getattr(state, "common", state)))
+        if checkpointing.CheckpointType.LEGACY in more and not found[2]:  # folder/iter/mp_rank/file
+            folder = Path(name).parents[1]
+            iterations[folder.parent] = iteration_of(folder)
         return found
 
+    def follow(stock: Callable[..., Any], tracker: str) -> tuple[int, bool]:
+        """Megatron takes states of ``--ckpt-format torch`` from the newest, despite --ckpt-step."""
+        newest, is_release = stock(tracker)
+        return iterations.get(Path(tracker).parent, newest), is_release
+
     with (
-        _failing_together(given["optimizer"], manager),
+        failing_together(),
+        _meeting(given["optimizer"], manager),
         replaced(checkpointing, "_load_base_checkpoint", remember),
+        replaced(checkpointing, "read_metadata", follow),
         replaced(type(manager), "load", remember) if manager else nullcontext(),
     ):
         try:
+            if dist.is_initialized():
+                _require_same_trackers(get_args(), given.get("load_arg", "load"))
             return stock(*args, **kwargs)
         except (AssertionError, KeyError, LayoutError, RuntimeError) as error:
             name, state = read[-1] if read else (None, None)
@@ -304,63 +330,86 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
             raise of_another_model(name, shorten(str(error)), saved) from error
 
 
-@contextmanager
-def _failing_together(optimizer: Any, manager: Any) -> Iterator[None]:
-    """Raise an error of one rank on all, where their next collective is an agreement.
+def _require_same_trackers(args: Any, load_arg: str) -> None:
+    """Raise StateError on all ranks if only some have the tracker file of a folder to load from."""
+    load, apart = getattr(args, load_arg), args.non_persistent_global_ckpt_dir
+    flag = f"--{load_arg.replace('_', '-')}"
+    named = {flag: load, "--pretrained-checkpoint": getattr(args, "pretrained_checkpoint", None)}
+    if args.non_persistent_ckpt_type == "global":
+        named["--non-persistent-global-ckpt-dir"] = apart or (load and f"{load}/non_persistent")
+    folders = {flag: Path(name) for flag, name in named.items() if name and is_local(name)}
+    found = agree(lambda: [flag for flag in folders if _has_tracker(folders[flag])], None)
+    everywhere = gather_objects(found, None)
+    for flag, folder in folders.items():
+        lacking = [str(rank) for rank, flags in enumerate(everywhere) if flag not in flags]
+        if 0 < len(lacking) < len(everywhere):
+            raise StateError(
+                f"{flag} {folder}: expected {TRACKER} on all ranks or on none, got it on "
+                f"{len(everywhere) - len(lacking)} of {len(everywhere)}, not on ranks "
+                f"{listed(lacking)}. {_ONE_FOLDER}"
+            )
 
-    Ranks meet before and after Megatron, or ``manager`` of local checkpoints, reads; when the model
-    is loaded; after ``optimizer`` takes masters from it; and at Megatron's barrier.
+
+def _has_tracker(folder: Path) -> bool:
+    """Return whether Megatron finds a checkpoint; StateError where it would exit with status 0."""
+    path = folder / TRACKER
+    if not path.is_file():
+        return False
+    said = path.read_text(errors="replace").strip()
+    if said != "release" and not said.isdecimal():
+        raise StateError(
+            f"{path}: expected the iteration to load, got {said[:40]!r}. Write the number of a "
+            "complete iteration into it."
+        )
+    return True
+
+
+@contextmanager
+def _meeting(optimizer: Any, manager: Any) -> Iterator[None]:
+    """Have ranks meet before and after Megatron, or ``manager`` of local checkpoints, reads.
+
+    Also when the model is loaded, after ``optimizer`` takes masters from it, and at Megatron's
+    barrier.
     """
-    global _may_join
     from megatron.training import checkpointing
 
-    def meet(*, may_join: bool = True) -> None:
-        global _may_join
-        if dist.is_initialized():
-            agree(lambda: None, None)
-            _may_join = may_join
+    if not dist.is_initialized():
+        yield
+        return
 
     def read(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        meet(may_join=False)  # until the format is known: Megatron reduces the iteration
+        meet(meets_next=False)  # until the format is known: Megatron reduces the iteration
         found = stock(*args, **kwargs)
-        meet()
+        meet(meets_next=True)
         return found
 
     def read_local(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        meet()
+        meet(meets_next=True)
         found = stock(*args, **kwargs)
-        meet(may_join=False)  # ranks may exchange what they have read
+        meet(meets_next=False)  # ranks may exchange what they have read
         return found
 
     def go_on(stock: Callable[..., Any], *args: Any) -> Any:
-        meet(may_join=optimizer is None or hasattr(optimizer, "stepping"))
+        meet(meets_next=optimizer is None or hasattr(optimizer, "stepping"))
         return stock(*args)
 
     def reload(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        global _may_join
-        _may_join = False  # ranks gather weights
+        announce(False)  # ranks gather weights
         stock(*args, **kwargs)
-        meet()
+        meet(meets_next=True)
 
     def barrier(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return stock(*args, **kwargs) if args or kwargs else meet(may_join=False)
+        return stock(*args, **kwargs) if args or kwargs else meet(meets_next=False)
 
-    before, _may_join = count_failures(), dist.is_initialized()
-    try:
-        with (
-            replaced(checkpointing, "_load_base_checkpoint", read),
-            replaced(type(manager), "load", read_local) if manager else nullcontext(),
-            replaced(checkpointing, "fix_query_key_value_ordering", go_on),
-            replaced(type(optimizer), "reload_model_params", reload),
-            replaced(dist, "barrier", barrier),
-        ):
-            yield
-    except (Exception, SystemExit) as error:
-        if _may_join and count_failures() == before:
-            join(error)
-        raise
-    finally:
-        _may_join = False
+    announce(True)
+    with (
+        replaced(checkpointing, "_load_base_checkpoint", read),
+        replaced(type(manager), "load", read_local) if manager else nullcontext(),
+        replaced(checkpointing, "fix_query_key_value_ordering", go_on),
+        replaced(type(optimizer), "reload_model_params", reload),
+        replaced(dist, "barrier", barrier),
+    ):
+        yield
 
 
 def _fit_entries(state: Any, stored: TorchDistReader | None) -> None:

@@ -8,7 +8,7 @@ save begins with a checksum manifest that marks the checkpoint unfinished.
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,10 @@ from moe_optim.checkpoint.state_manifest import BY_NAME, SHARDING_TYPE, states_w
 from moe_optim.errors import StateError, listed
 from moe_optim.integration.agreement import (
     agree,
-    count_failures,
+    announce,
+    failing_together,
     from_first,
     gather_objects,
-    join,
     reduce_max,
 )
 from moe_optim.integration.engine import original
@@ -67,14 +67,15 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 _STRATEGIES = (TorchDistSaveShardedStrategy, FullyParallelSaveStrategyWrapper)
 
+_INCOMPLETE = (
+    "The checkpoint is incomplete; those before it are as they were. Save again, or elsewhere."
+)
+
 _TOLD_BYTES = 4096
 """Longest error of a writer of local checkpoints."""
 
 _planned: WeakKeyDictionary[Any, list[tuple[Any, ...]]] = WeakKeyDictionary()
 """Entries of this rank that strategies that keep plans have saved last."""
-
-_may_join = False
-"""Whether the next collective of all ranks is an agreement: before and after a save is written."""
 
 
 def save(  # noqa: PLR0913  # Megatron's
@@ -96,7 +97,6 @@ def save(  # noqa: PLR0913  # Megatron's
     Raises:
         Exception: a rank failed; on every rank, with the number of that rank and its error.
     """
-    global _may_join
     stock = original("megatron.core.dist_checkpointing:save")
     more = preprocess_common_before_consistancy_check, content_metadata
     if installed_config() is None and not any(states_with_manifests(sharded_state_dict)):
@@ -131,20 +131,21 @@ def save(  # noqa: PLR0913  # Megatron's
         partial(from_first, partial(_complete, checkpoint_dir, config, verify_integrity), None),
     ]
     if async_sharded_save:
+        if folder is not None:  # another save into this folder may have ended since the call
+            request.finalize_fns.insert(0, partial(from_first, partial(invalidate, folder), None))
         return request
     for finalize in request.finalize_fns:
         finalize()
-    _may_join = True
+    announce(True)
     return None
 
 
 def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
     """Do what may fail on one rank alone, before Megatron communicates.
 
-    The first collective of a save is this agreement, which :func:`join` relies on.
+    The first collective of a save is this agreement, as :func:`generate_state_dict` announces.
     """
-    global _may_join
-    _may_join = False
+    announce(False)
 
     def prepare() -> None:
         if installed_config() is not None:
@@ -236,10 +237,7 @@ def _collect(parts: Sequence[Callable[[], None]], checkpoint_dir: str) -> None:
     found = [failures]
     torch.distributed.broadcast_object_list(found, src=0)
     if found[0]:
-        raise StateError(
-            f"{checkpoint_dir}: {_expected_all(found[0])}. The checkpoint is incomplete; those "
-            "before it are as they were. Save again, or elsewhere."
-        )
+        raise StateError(f"{checkpoint_dir}: {_expected_all(found[0])}. {_INCOMPLETE}")
 
 
 def _complete(checkpoint_dir: str, config: CheckpointingConfig, verify_integrity: bool) -> None:
@@ -295,7 +293,7 @@ def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     folder = _folder_of_ranks(given.arguments)
     if folder is not None:
         from_first(lambda: mark_unfinished(folder), None)
-        result = stock(*args, **kwargs)
+        result = _save_together(partial(stock, *args, **kwargs), folder)
         from_first(lambda: record_checksums(folder), None)
         return result
     is_apart = given.arguments["non_persistent_ckpt"]
@@ -303,7 +301,7 @@ def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         manager = given.arguments["checkpointing_context"]["local_checkpoint_manager"]
         with writing_together(manager, is_synchronous=not get_args().async_save):
             return stock(*args, **kwargs)
-    return _save_distributed(partial(stock, *args, **kwargs))
+    return _save_together(partial(stock, *args, **kwargs), None)
 
 
 @contextmanager
@@ -367,23 +365,41 @@ def _expected_all(errors: Mapping[int, str]) -> str:
     return f"expected every rank to write its part, got {said}"
 
 
-def _save_distributed(act: Callable[[], Any]) -> Any:
-    """Call ``act``, Megatron's save; raise an error around :func:`save` of one rank on all."""
-    global _may_join
-    before, _may_join = count_failures(), False
+def _save_together(act: Callable[[], Any], files_of_ranks: Path | None) -> Any:
+    """Call ``act``, Megatron's save; raise an error around :func:`save` of one rank on all.
 
-    def barrier(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock(*args, **kwargs) if args or kwargs else agree(lambda: None, None)
+    Where ranks write files of their own, an error of these is raised at Megatron's barrier: until
+    then the others gather states with this rank.
+    """
+    from megatron.training import checkpointing
 
-    try:
-        with replaced(torch.distributed, "barrier", barrier):
-            return act()
-    except Exception as error:
-        if _may_join and count_failures() == before:
-            join(error)
-        raise
-    finally:
-        _may_join = False
+    failures: list[Exception] = []
+
+    def write(stock: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            stock(*args, **kwargs)
+        except Exception as error:
+            failures.append(error)
+
+    def require_written() -> None:
+        if failures:
+            said = f"{files_of_ranks}: expected to write a file, got {described(failures[0])}"
+            raise StateError(f"{said}. {_INCOMPLETE}") from failures[0]
+
+    def barrier(stock: Any, *args: Any, **kwargs: Any) -> None:
+        if args or kwargs:
+            stock(*args, **kwargs)
+            return
+        agree(require_written, None)
+        announce(True)
+
+    with ExitStack() as stack:
+        stack.enter_context(failing_together())
+        stack.enter_context(replaced(torch.distributed, "barrier", barrier))
+        if files_of_ranks is not None:
+            stack.enter_context(replaced(torch, "save", write))
+            stack.enter_context(replaced(checkpointing, "ensure_directory_exists", write))
+        return act()
 
 
 def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
@@ -415,7 +431,6 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
     Every rank must call it. If parameters are frozen in some layers only, states by name are saved
     under per-layer keys, which the checkpoint's metadata declares.
     """
-    global _may_join
     synchronize_amax(model)
     options = optim_sd_kwargs or {}
     is_saved = optimizer is not None and not args.no_save_optim and not options.get("is_loading")
@@ -425,7 +440,8 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
         # to model and optimizer, and saves it for loading.
         options["metadata"]["non_homogeneous_layers"] = True
     agrees = not is_saved or hasattr(optimizer, "stepping")  # others communicate when it collects
-    _may_join = agrees and args.ckpt_format == "torch_dist" and not options.get("is_loading")
+    if not options.get("is_loading"):
+        announce(agrees and args.ckpt_format in ("torch_dist", "torch"))
     return original(f"{_CHECKPOINTING}:generate_state_dict")(
         args,
         model,

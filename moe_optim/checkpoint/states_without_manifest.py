@@ -55,10 +55,7 @@ distributed weights it is 0.0007 in 8 bits, 0.012 in NVFP4, and 2 for another ex
 _USUAL_BUCKET = 40_000_000  # elements; Megatron's default with overlapped reductions
 _WEIGHTS_ALONE = "load only the weights (--no-load-optim)"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
-_WEIGHTS_FIRST = (
-    "Load the weights of the same checkpoint first, as Megatron does (with --ckpt-step it takes "
-    "states of the latest iteration)"
-)
+_WEIGHTS_FIRST = "Load the weights of the same checkpoint first, as Megatron does"
 _NO_MODEL = (
     "optimizer.sharded_state_dict was called without the sharded state of the model. Give it that."
 )

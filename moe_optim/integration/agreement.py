@@ -1,6 +1,8 @@
 """Raises an error of one rank on all ranks, so that none hangs in a collective."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +11,10 @@ from torch.distributed.distributed_c10d import _get_object_coll_device
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchError, StateError
 
 _failures = 0
+"""Agreements of this process that have raised an error on all of their ranks."""
 
-
-def count_failures() -> int:
-    """Return how many agreements of this process have raised an error on all of their ranks."""
-    return _failures
+_meets_next = False
+"""Whether the next collective of all ranks is an agreement, which a failed rank may join."""
 
 
 def agree(act: Callable[[], Any], group: Any) -> Any:
@@ -60,13 +61,39 @@ def _agree(act: Callable[[], Any], values: Sequence[int], group: Any) -> tuple[A
     return result, maxima
 
 
-def join(error: BaseException) -> None:
-    """Raise ``error`` on all ranks, in the agreement that the other ranks are in, or will be."""
+def announce(meets_next: bool) -> bool:
+    """Set whether the next collective of all ranks is an agreement; return what was set before."""
+    global _meets_next
+    before, _meets_next = _meets_next, meets_next
+    return before
 
-    def act() -> None:
+
+def meet(*, meets_next: bool) -> None:
+    """Agree that no rank has failed, then :func:`announce`. Every rank must call it."""
+    agree(lambda: None, None)
+    announce(meets_next)
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise an error of one rank on all ranks if their next collective is an agreement.
+
+    Elsewhere the rank raises alone: the others do something else next, and would misread it.
+    """
+    before = _failures
+    announce(False)
+
+    def fail(error: BaseException) -> None:
         raise error
 
-    agree(act, None)
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if _meets_next and _failures == before:
+            agree(partial(fail, error), None)
+        raise
+    finally:
+        announce(False)
 
 
 def gather_objects(mine: Any, group: Any) -> list[Any]:

@@ -92,11 +92,27 @@ def _save_twice(folder: Path) -> int:
     return Journey(station).scramble().load(folder / "second").check()
 
 
+def _save_into_one_folder(folder: Path) -> list[int]:
+    """End an asynchronous save behind another one, and behind a synchronous one, of its folder.
+
+    Returns how many elements were compared once each of them had ended.
+    """
+    compared = []
+    journey, later = Journey(Station()), {"async_sharded_save": True, "async_strategy": "mcore"}
+    for name, more in (("asynchronous", later), ("synchronous", {})):
+        first = journey.fill().save(folder / name, BY_NAME, **later)
+        second = journey.save(folder / name, BY_NAME, **more)
+        for request in filter(None, (second, first)):
+            request.execute_sync()
+            compared.append(Journey(Station()).scramble().load(folder / name).check())
+    return compared
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function of ranks and a name, which gives what these ranks found."""
     jobs: dict[str, Callable[..., Any]] = {name: partial(_save_and_change, name) for name in CASES}
-    jobs["twice"] = _save_twice
+    jobs |= {"twice": _save_twice, "one folder": _save_into_one_folder}
     return run_once(tmp_path_factory.mktemp("later"), {2: jobs})
 
 
@@ -110,3 +126,8 @@ def test_a_step_before_the_writing_changes_nothing_that_is_written(saved, name):
 
 def test_a_state_that_was_saved_is_saved_again_as_it_is_then(saved):
     assert all(saved(2, "twice"))
+
+
+def test_unfinished_saves_into_one_folder_end_one_after_the_other(saved):
+    for compared in saved(2, "one folder"):
+        assert len(compared) == 3 and all(compared)

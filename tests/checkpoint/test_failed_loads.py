@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from moe_optim.checkpoint.files.folders import TRACKER
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
 from tests.support.ranks import run_ranks
@@ -31,6 +32,12 @@ FAULTS: dict[str, tuple[str, tuple[BaseException | None, BaseException]]] = {
     "exit": (ARGUMENTS, (None, SystemExit("the arguments are refused"))),
     "both": (ARGUMENTS, (ConfigError("one is refused"), MemoryError("no memory is left"))),
 }
+FOLDERS: dict[str, tuple[str | None, str]] = {
+    # what rank 1 has as its tracker file in a folder of its own, and the error
+    "no tracker": (None, "expected latest_checkpointed_iteration.txt on all ranks or on none"),
+    "torn tracker": ("1x", "expected the iteration to load, got '1x'"),
+    "no iteration": ("1", "iter_0000001"),
+}
 ALONE = {  # what fails where the other rank does something else next, which no agreement answers
     "entries": f"{CORE}.serialization.load_preprocess",
     "masters": "moe_optim.checkpoint.model_values.model_values_for",
@@ -49,6 +56,13 @@ class _LocalManager:
         return {}, "5"
 
 
+def _folder_of_a_node(folder: Path, tracker: str | None) -> Path:
+    folder.mkdir()
+    if tracker is not None:
+        (folder / TRACKER).write_text(tracker)
+    return folder
+
+
 def _load(folder: Path, alone: str, chunks: list[Any], optimizer: Any) -> dict[str, str]:
     from megatron.training import training
 
@@ -63,6 +77,12 @@ def _load(folder: Path, alone: str, chunks: list[Any], optimizer: Any) -> dict[s
         ):
             load()
         said[name] = str(raised.value)
+    for name, (tracker, _) in FOLDERS.items():
+        if rank == 1:
+            args.load = str(_folder_of_a_node(folder.with_name(name), tracker))
+        with pytest.raises((OSError, StateError)) as raised:
+            load()
+        said[name], args.load = str(raised.value), str(folder)
     args.non_persistent_ckpt_type = "local"
     with pytest.raises(ConfigError) as raised:
         load(checkpointing_context={"local_checkpoint_manager": _LocalManager()})
@@ -89,8 +109,10 @@ def test_what_fails_around_a_load_in_megatrons_loop_is_raised_on_every_rank(
     alone: str, tmp_path: Path
 ):
     """Or at once on the rank that fails, where the others would not hear of it."""
-    first, second = run_ranks(2, _train_and_load, tmp_path, alone, timeout_s=120)
-    assert set(first) == set(second) == {*FAULTS, "local file"}
+    first, second = run_ranks(2, _train_and_load, tmp_path / "run", alone, timeout_s=120)
+    assert set(first) == set(second) == {*FAULTS, *FOLDERS, "local file"}
+    for name, (_, error) in FOLDERS.items():
+        assert error in first[name] and error in second[name]
     for name, (_, (mine, error)) in FAULTS.items():
         assert second[name] == str(error)
         assert first[name] == (f"rank 1: {error}" if mine is None else str(mine))

@@ -33,6 +33,8 @@ RANK = torch.distributed.get_rank
 FLAT, BY_NAME = "dp_reshardable", "fully_reshardable"
 LATER = {"async_sharded_save": True, "async_strategy": "mcore"}
 HANGS_S = 240
+CHECKPOINTING = "megatron.training.checkpointing"
+MODULE = "megatron.core.transformer.module.MegatronModule"
 
 type Fault = Callable[[], AbstractContextManager[Any]]
 
@@ -334,19 +336,31 @@ def test_an_error_of_the_writer_of_a_local_checkpoint_is_raised_in_every_trainer
         assert "rank 1: " in said and "rank 0: " not in said
 
 
-def _train(folder: Path) -> dict[str, str]:
+AROUND = {
+    # what fails around a save of each format, on which rank, and how
+    "torch_dist": {
+        "model": (1, "moe_optim.experts.module.GroupedExperts.sharded_state_dict", ConfigError),
+        "folder": (0, f"{CHECKPOINTING}.ensure_directory_exists", OSError),
+        "tracker": (0, f"{CHECKPOINTING}.get_checkpoint_tracker_filename", OSError),
+    },
+    "torch": {
+        "model": (1, f"{MODULE}.state_dict_for_save_checkpoint", MemoryError),
+        "folder": (1, f"{CHECKPOINTING}.ensure_directory_exists", OSError),
+        "file": (1, "torch.save", OSError),
+        "first file": (0, "torch.save", OSError),
+        "tracker": (0, f"{CHECKPOINTING}.get_checkpoint_tracker_filename", OSError),
+    },
+}
+
+
+def _train(folder: Path, form: str) -> dict[str, str]:
     """Train two iterations; the save of the second fails before it succeeds, in several ways."""
     from megatron.training import training
 
     said = {}
-    faults = {
-        "model": (1, "moe_optim.experts.module.GroupedExperts.sharded_state_dict", ConfigError),
-        "folder": (0, "megatron.training.checkpointing.ensure_directory_exists", OSError),
-        "tracker": (0, "megatron.training.checkpointing.get_checkpoint_tracker_filename", OSError),
-    }
 
     def save(stock: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
-        for name, (rank, target, error) in faults.items() if iteration == 2 else ():
+        for name, (rank, target, error) in AROUND[form].items() if iteration == 2 else ():
             fails = torch.distributed.get_rank() == rank
             fault = raising(target, error(f"the {name} is refused"))() if fails else nullcontext()
             try:
@@ -356,7 +370,8 @@ def _train(folder: Path) -> dict[str, str]:
                 said[name] = str(caught)
             torch.distributed.barrier()
             if torch.distributed.get_rank() == 0:  # it mends the tracker
-                assert find_resume_point(folder).iteration == (2 if name == "tracker" else 1)
+                is_complete = (form, name) == ("torch_dist", "tracker")
+                assert find_resume_point(folder).iteration == (2 if is_complete else 1)
             torch.distributed.barrier()
         stock(iteration, *args, **kwargs)
 
@@ -364,22 +379,20 @@ def _train(folder: Path) -> dict[str, str]:
         training.save_checkpoint = partial(save, training.save_checkpoint)
 
     flags = ["--train-iters", "2", "--eval-interval", "1000", "--save-interval", "1"]
+    flags += ["--ckpt-format", form, "--expert-model-parallel-size", "2"]
     config = MoEOptimConfig(format="mxfp8")
     pretrain([*flags, "--save", str(folder)], config, after_setup=replace_save)
     return said
 
 
-def test_what_fails_around_a_save_in_megatrons_loop_is_raised_on_every_rank(tmp_path: Path):
-    """A model that cannot be saved, a folder that cannot be made, a tracker that is not written."""
+@pytest.mark.parametrize("form", AROUND)
+def test_what_fails_around_a_save_in_megatrons_loop_is_raised_on_every_rank(
+    form: str, tmp_path: Path
+):
+    """A model that cannot be saved, a folder that cannot be made, a file that is not written."""
     folder = tmp_path / "checkpoints"
-    first, second = run_ranks(2, _train, folder, timeout_s=HANGS_S)
-    assert set(first) == set(second) == {"model", "folder", "tracker"}
-    for name, (failing, other) in {
-        "model": (second, first),
-        "folder": (first, second),
-        "tracker": (first, second),
-    }.items():
-        assert failing[name] == f"the {name} is refused"
-        rank = 0 if failing is first else 1
-        assert other[name] == f"rank {rank}: the {name} is refused"
+    of_ranks = run_ranks(2, _train, folder, form, timeout_s=HANGS_S)
+    for name, (rank, _, _) in AROUND[form].items():
+        assert f"the {name} is refused" in of_ranks[rank][name]
+        assert of_ranks[1 - rank][name] == f"rank {rank}: {of_ranks[rank][name]}"
     assert find_resume_point(folder).iteration == 2

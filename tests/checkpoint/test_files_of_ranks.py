@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import pretrain
 
 FLAGS = ["--ckpt-format", "torch", "--train-iters", "2", "--eval-interval", "1000"]
+STEP = "--ckpt-step 1"
 OTHER_MODEL, ONE_OTHER_MODEL = "another model", "another model of one rank"
 FOLDERS = ["mp_rank_00_000", "mp_rank_00_001"]
 FILES = [
@@ -50,7 +51,7 @@ def _save_and_load(root: Path) -> tuple[list[str | None], dict[str, str]]:
     """
     from megatron.training import checkpointing, training
 
-    stock, seen = checkpointing.torch.save, []
+    stock, seen, masters = checkpointing.torch.save, [], []
 
     def look(state: Any, path: Any) -> None:
         folder = Path(path).parents[1]
@@ -64,14 +65,38 @@ def _save_and_load(root: Path) -> tuple[list[str | None], dict[str, str]]:
         checkpointing.torch.save, args = stock, training.get_args()
         seen.append(checkpoint_defect(root / "iter_0000002"))
         said = {name: _say(root, damage, args) for name, damage in {"": None, **DAMAGES}.items()}
+        said[STEP] = _load_first(root, masters, chunks, optimizer)
         load = partial(_load_another_model, root, chunks, optimizer)
         return {**said, ONE_OTHER_MODEL: load(changed=1), OTHER_MODEL: load(changed=0)}
+
+    def keep_masters(iteration: int, _: list[Any], optimizer: Any) -> None:
+        if iteration == 1:
+            masters.extend(master.clone() for master in _masters(optimizer))
 
     checkpointing.torch.save = look
     flags = [*FLAGS, "--save", str(root), "--save-interval", "1"]
     parallel = ["--expert-model-parallel-size", "2"]
-    run = pretrain([*flags, *parallel], MoEOptimConfig(format="mxfp8"), observe=damage_and_load)
-    return seen, run.extra
+    config = MoEOptimConfig(format="mxfp8")
+    watched = {"observe": damage_and_load, "after_step": keep_masters}
+    return seen, pretrain([*flags, *parallel], config, **watched).extra
+
+
+def _masters(optimizer: Any) -> Iterator[torch.Tensor]:
+    for part in optimizer.chained_optimizers:
+        for group in part.shard_fp32_from_float16_groups:
+            yield from group
+
+
+def _load_first(root: Path, masters: list[torch.Tensor], chunks: list[Any], optimizer: Any) -> str:
+    """Load the first of two checkpoints; return its iteration, if masters are those of it."""
+    from megatron.training import training
+
+    args = training.get_args()
+    args.load, args.ckpt_step = str(root), 1
+    iteration, _ = training.load_checkpoint(chunks, optimizer, None)
+    args.ckpt_step = None
+    is_same = all(map(torch.equal, _masters(optimizer), masters))
+    return f"{iteration}" if is_same else "masters of another one"
 
 
 def _say(root: Path, damage: Callable[[Path], object] | None, args: Any) -> str:
@@ -122,6 +147,7 @@ def test_every_file_has_a_checksum_and_damage_is_refused_on_every_rank(tmp_path:
     assert results[0][0] == [*[unfinished] * 4, None], "two files of this rank, twice"
     for rank, (_, said) in enumerate(results):
         assert "optimizer" in said.pop("").split()
+        assert said.pop(STEP) == "1", "Megatron takes the optimizer's states from the last one"
         for name in (OTHER_MODEL, ONE_OTHER_MODEL):
             other = said.pop(name)
             assert "model_optim_rng.pt: expected the tensors of this model" in other

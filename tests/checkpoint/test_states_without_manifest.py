@@ -4,12 +4,14 @@ Each advice that an error gives is followed here, and works.
 """
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from moe_optim.checkpoint.files.folders import TRACKER
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.states_without_manifest import stored_buffers
 from moe_optim.commands.cli.main import main
@@ -124,12 +126,14 @@ def test_another_interleave_is_refused_and_converted_weights_load(stock, tmp_pat
 
 @pytest.mark.extended
 def test_masters_of_another_iteration_than_the_weights_are_refused(tmp_path: Path):
-    """With ``--ckpt-step`` Megatron 0.19 takes weights of that iteration, and the masters in a
-    legacy file of the latest one."""
-    folder = str(tmp_path / "stock")
-    run_ranks(1, save_stock, folder, LEGACY)
-    ((message, _),) = run_ranks(1, refuse, folder, [*LEGACY, "--ckpt-step", "4"], INDEXED)
-    assert "masters round to the weights" in message and "with --ckpt-step" in message
+    """As where a file of another iteration was copied into the folder."""
+    folder = tmp_path / "stock"
+    run_ranks(1, save_stock, str(folder), LEGACY)
+    (newest,) = folder.glob(f"iter_*{(folder / TRACKER).read_text()}/mp_rank_00/distrib_optim.pt")
+    shutil.copy(newest, folder / "iter_0000004/mp_rank_00" / newest.name)
+    flags = [*LEGACY, "--ckpt-step", "4"]
+    ((message, _),) = run_ranks(1, refuse, str(folder), flags, INDEXED)
+    assert "masters round to the weights" in message
 
 
 def test_lower_bits_of_masters_are_not_taken_for_masters(tmp_path: Path):

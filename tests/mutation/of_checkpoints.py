@@ -111,8 +111,8 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/loading.py",
-        'if found == "torch":',
-        'if found == "x":',
+        'if found == "torch":\n        expect_agreement()',
+        'if found == "x":\n        expect_agreement()',
         (f"{MEGATRON}/test_files_of_ranks.py",),
     ),
     Mutant(
