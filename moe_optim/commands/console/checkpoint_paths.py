@@ -1,4 +1,4 @@
-"""Finds a checkpoint from any path that identifies it, without importing torch."""
+"""Finds a checkpoint from any path that identifies it, and its format, without importing torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,8 @@ from pathlib import Path
 from moe_optim.checkpoint.files.folders import CONFIG_FILE, TRACKER, files_of_ranks, read_tracker
 from moe_optim.checkpoint.files.metadata import METADATA
 from moe_optim.checkpoint.files.publishing import is_partial
-from moe_optim.errors import LayoutError, StateError
+from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.experts.keys.layouts import STORED_ALIKE
 
 CHECKPOINTS = "checkpoints"  # subfolder of a run that contains its checkpoints
 SUFFIX, INDEX_FILE = ".safetensors", "model.safetensors.index.json"
@@ -60,6 +61,22 @@ def is_safetensors(path: Path) -> bool:
     if path.is_dir():
         return (path / INDEX_FILE).exists() or any(path.glob(f"*{SUFFIX}"))
     return path.suffix == SUFFIX
+
+
+def require_target(layout: str, format: str, interleave: int | None) -> None:
+    """Raise ConfigError unless a format can store a layout of experts with a GLU interleave."""
+    if layout in STORED_ALIKE:
+        return
+    if format == "torch_dist":
+        raise ConfigError(
+            f"--experts {layout}: expected one of {', '.join(STORED_ALIKE)} for torch_dist, which "
+            "stores these alike and no other. Add --format safetensors."
+        )
+    if interleave:
+        raise ConfigError(
+            f"--experts {layout}: expected a GLU interleave of 0, as all gate rows come first, got "
+            f"{interleave}. Drop --glu-interleave."
+        )
 
 
 def _require_checkpoint(path: Path) -> None:
