@@ -204,10 +204,8 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> 
 def _speed(plan: "FilePlan", began: float) -> str:
     seconds, peak = time.perf_counter() - began, peak_memory()
     speed = plan.total_bytes / max(seconds, 1e-9)
-    read, written = plan.num_tensors, plan.num_written
-    become = f" become {written:,}" if written != read else ""
     return (
-        f"{read:,} tensors{become}, {spell_bytes(plan.total_bytes)} in {seconds:.1f} s, "
+        f"{plan.num_written:,} tensors written, {spell_bytes(plan.total_bytes)} in {seconds:.1f} s, "
         f"{spell_bytes(speed)}/s; peak memory {spell_bytes(peak)}"
     )
 

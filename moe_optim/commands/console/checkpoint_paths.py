@@ -91,11 +91,14 @@ def _require_checkpoint(path: Path) -> None:
             "let a run convert it (--ckpt-convert-format torch_dist --ckpt-convert-save DIR), "
             "and give DIR/torch_dist."
         )
-    names = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else [path.name]
-    found = [name if name.isprintable() else repr(name) for name in names]
+    found = "another file"
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())[:5]
+        shown = ", ".join(name if name.isprintable() else repr(name) for name in names)
+        found = f"a folder with {shown}" if names else "an empty folder"
     raise LayoutError(
         f"{path}: expected a torch_dist checkpoint (.metadata, *.distcp) or safetensors, got "
-        f"{', '.join(found) or 'an empty folder'}. Give the folder that holds them."
+        f"{found}. Give the folder that holds them."
     )
 
 

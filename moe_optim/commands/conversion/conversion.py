@@ -80,10 +80,9 @@ class ConversionPlan(FilePlan):
     """File format of the result."""
 
     def place_of(self, part: Part, name: str) -> tuple[Place, int]:
-        """Return where ``torch_dist`` stores the tensor ``name``, which a ``part`` becomes.
-
-        The second value is the number of layers of a tensor that stacks them.
-        """
+        """Return where a tensor is stored: in ``torch_dist``, where the source stores it."""
+        if self.format == "safetensors":
+            return super().place_of(part, name)
         place = self.view.places.get(name) if self.view.reader.format == "torch_dist" else None
         if place is None:
             return Place(name if part.experts is None else stored_key(name)), 0
