@@ -205,8 +205,8 @@ def _speed(plan: "FilePlan", began: float) -> str:
     seconds, peak = time.perf_counter() - began, peak_memory()
     speed = plan.total_bytes / max(seconds, 1e-9)
     return (
-        f"{plan.num_written:,} tensors written, {spell_bytes(plan.total_bytes)} in {seconds:.1f} s, "
-        f"{spell_bytes(speed)}/s; peak memory {spell_bytes(peak)}"
+        f"{plan.num_written:,} tensors written, {spell_bytes(plan.total_bytes)} in "
+        f"{seconds:.1f} s, {spell_bytes(speed)}/s; peak memory {spell_bytes(peak)}"
     )
 
 

@@ -99,8 +99,9 @@ def test_a_script_sees_what_it_sees_under_python(tmp_path):
 def test_words_behind_a_script_reach_it_unchanged(words, script, imports, monkeypatch):
     """argparse drops two dashes that follow a positional argument."""
     passed = []
-    keep = lambda script, argv, cpu: passed.append(argv)
-    monkeypatch.setattr("moe_optim.commands.cli.run.run_script", keep)
+    monkeypatch.setattr(
+        "moe_optim.commands.cli.run.run_script", lambda script, argv, cpu: passed.append(argv)
+    )
     for given in ([str(script)], ["--", str(script)]):
         assert cli.main(["run", *given, *words]) == 0
     assert passed == [words, words]
