@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from moe_optim.formats import FORMATS
 
 if TYPE_CHECKING:  # reports read figures without torch
-    import numpy as np
     import torch
     from torch import Tensor
 
@@ -104,7 +103,8 @@ class LayerHealth:
 
     def warnings(self) -> Iterator[str]:
         """Yield a sentence for every figure of an expert that is too large or not finite."""
-        return warn_of(self.layer, self.format, self.experts, self.of_experts())
+        figures = {name: values.tolist() for name, values in self.of_experts().items()}
+        return warn_of(self.layer, self.format, self.experts, figures)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -131,7 +131,7 @@ def warn_of(
     layer: str,
     format: str,
     experts: Sequence[int],
-    figures: "Mapping[str, Tensor] | Mapping[str, np.ndarray]",
+    figures: Mapping[str, Sequence[float]],
 ) -> Iterator[str]:
     """Yield a sentence for every figure of an expert that is too large or not finite.
 
@@ -141,9 +141,8 @@ def warn_of(
         experts: indices of the experts that the figures describe.
         figures: figures named as in ``LayerHealth.of_experts``, one entry per expert.
     """
-    norms = figures["norm"].tolist()
     for name, limit in THRESHOLDS[format].items():
-        for index, (value, norm) in enumerate(zip(figures[name].tolist(), norms, strict=True)):
+        for index, (value, norm) in enumerate(zip(figures[name], figures["norm"], strict=True)):
             # an all-zero expert has an error of 0 / 0, which is no warning
             if value > limit or (math.isnan(value) and norm != 0):
                 yield f"{layer}, expert {experts[index]}: {name} is {value:.4g}, above {limit:g}"

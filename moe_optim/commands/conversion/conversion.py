@@ -80,7 +80,10 @@ class ConversionPlan(FilePlan):
     """File format of the result."""
 
     def place_of(self, part: Part, name: str) -> tuple[Place, int]:
-        """Return where a tensor is stored: in ``torch_dist``, where the source stores it."""
+        """Return where the tensor ``name``, which a ``part`` becomes, is stored.
+
+        The second value is the number of layers of a tensor that stacks them.
+        """
         if self.format == "safetensors":
             return super().place_of(part, name)
         place = self.view.places.get(name) if self.view.reader.format == "torch_dist" else None

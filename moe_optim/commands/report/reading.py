@@ -107,7 +107,11 @@ class Run:
         lines: list[str] = []
         for layer in self.layers_with("amax"):
             names = ("norm", *THRESHOLDS[self.format])
-            last = {name: looks[-1][1] for name in names if (looks := self.looks(layer, name, at))}
+            last = {
+                name: looks[-1][1].tolist()
+                for name in names
+                if (looks := self.looks(layer, name, at))
+            }
             if missing := [one for one in names if one not in last]:
                 said = ", ".join(missing)
                 lines.append(f"{layer}: {said} not recorded: the event file is cut off")
