@@ -134,7 +134,7 @@ def main(folder, name):
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()  # until the folder exists
     dist_checkpointing.save(checkpoint_state(model, optimizer), str(folder))
-    went_on = train(model, optimizer, range(30, 35))
+    continued = train(model, optimizer, range(30, 35))
 
     model, optimizer = build(optimizer=name)
     template = checkpoint_state(model, optimizer, is_loading=True)
@@ -146,9 +146,9 @@ def main(folder, name):
 
     if dist.get_rank() == 0:
         print(f"trained: loss {losses[0]:.4f} -> {losses[-1]:.4f}, held out {held_out:.4f}")
-        print(f"went on: loss {went_on[0]:.4f} -> {went_on[-1]:.4f}")
+        print(f"continued: loss {continued[0]:.4f} -> {continued[-1]:.4f}")
         print(f"resumed: loss {resumed[0]:.4f} -> {resumed[-1]:.4f}, held out {held_out_again:.4f}")
-    assert losses[-1] < losses[0] and held_out_again == held_out and resumed == went_on
+    assert losses[-1] < losses[0] and held_out_again == held_out and resumed == continued
     dist.destroy_process_group()
 
 

@@ -4,15 +4,18 @@ Sums add up over the shards of a weight; amaxes combine by MAX. Figures are comp
 from complete sums.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moe_optim.formats import FORMATS
+
+if TYPE_CHECKING:  # reports read figures without torch
+    import torch
+    from torch import Tensor
 
 SKETCH = 32
 """Entries in the sketch of an expert."""
@@ -70,17 +73,17 @@ class LayerHealth:
     """Name of the storage format."""
     experts: tuple[int, ...]
     """Indices among all experts of the layer."""
-    amax: Tensor
+    amax: "Tensor"
     """Largest magnitude, [experts] fp64, ignoring NaN."""
-    sums: Tensor
+    sums: "Tensor"
     """Complete sums, [experts, NUM_SUMS] fp64."""
 
     @property
-    def norm(self) -> Tensor:
+    def norm(self) -> "Tensor":
         """L2 norm of each expert."""
         return self.sums[:, Sum.SQUARES].sqrt()
 
-    def of_experts(self) -> dict[str, Tensor]:
+    def of_experts(self) -> "dict[str, Tensor]":
         """Return the figures per expert by name, [E] fp64 on the host.
 
         ``amax`` and ``norm``; ``saturated`` and ``flushed``, fractions of the weights; ``error``,
@@ -100,7 +103,8 @@ class LayerHealth:
 
     def warnings(self) -> Iterator[str]:
         """Yield a sentence for every figure of an expert that is too large or not finite."""
-        return warn_of(self.layer, self.format, self.experts, self.of_experts())
+        figures = {name: values.tolist() for name, values in self.of_experts().items()}
+        return warn_of(self.layer, self.format, self.experts, figures)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -111,10 +115,10 @@ class ExpertLoad:
     """Name such as ``layers.3.experts``."""
     experts: tuple[int, ...]
     """Indices among all experts of the layer."""
-    tokens: Tensor
+    tokens: "Tensor"
     """Token counts, [experts] fp64; not all zero."""
 
-    def of_experts(self) -> dict[str, Tensor]:
+    def of_experts(self) -> "dict[str, Tensor]":
         """Return ``tokens`` per expert, [E] fp64 on the host."""
         return {"tokens": self.tokens}
 
@@ -124,7 +128,10 @@ class ExpertLoad:
 
 
 def warn_of(
-    layer: str, format: str, experts: Sequence[int], figures: Mapping[str, Tensor]
+    layer: str,
+    format: str,
+    experts: Sequence[int],
+    figures: Mapping[str, Sequence[float]],
 ) -> Iterator[str]:
     """Yield a sentence for every figure of an expert that is too large or not finite.
 
@@ -135,15 +142,13 @@ def warn_of(
         figures: figures named as in ``LayerHealth.of_experts``, one entry per expert.
     """
     for name, limit in THRESHOLDS[format].items():
-        values = figures[name]
-        # an all-zero expert has an error of 0 / 0, which is no warning
-        large = (values > limit) | (values.isnan() & (figures["norm"] != 0))
-        for index in large.nonzero().view(-1).tolist():
-            value = float(values[index])
-            yield f"{layer}, expert {experts[index]}: {name} is {value:.4g}, above {limit:g}"
+        for index, (value, norm) in enumerate(zip(figures[name], figures["norm"], strict=True)):
+            # an all-zero expert has an error of 0 / 0, which is no warning
+            if value > limit or (math.isnan(value) and norm != 0):
+                yield f"{layer}, expert {experts[index]}: {name} is {value:.4g}, above {limit:g}"
 
 
-def _shares(sums: Tensor) -> dict[str, Tensor]:
+def _shares(sums: "Tensor") -> "dict[str, Tensor]":
     """Return the figures that are ratios of sums [..., NUM_SUMS]."""
     elements = sums[..., Sum.ELEMENTS]
     return {
@@ -154,7 +159,7 @@ def _shares(sums: Tensor) -> dict[str, Tensor]:
     }
 
 
-def distance_of_experts(sketches: Tensor) -> float:
+def distance_of_experts(sketches: "Tensor") -> float:
     """Return one minus the mean pairwise cosine similarity of experts, from their sketches.
 
     0 if all experts point the same way, as after upcycling; about 1 if they are unrelated. The
@@ -167,13 +172,15 @@ def distance_of_experts(sketches: Tensor) -> float:
     return 1.0 - float((units.sum(0).square().sum() - count) / (count * (count - 1)))
 
 
-def signs(start: int, end: int, device: torch.device | str | None = None) -> Tensor:
+def signs(start: int, end: int, device: "torch.device | str | None" = None) -> "Tensor":
     """Return the signs, 1 or -1, of elements ``start`` to ``end`` of an expert in its sketch.
 
     A two-round multiplicative hash (constants by Knuth and from murmur3) of the element's index, so
     that the sketch does not depend on how the expert is cut. The result is [end - start] fp32 on
     ``device``.
     """
+    import torch
+
     bits = torch.arange(start, end, device=device) * 0x9E3779B1 & 0xFFFFFFFF
     bits = (bits ^ (bits >> 15)) * 0x85EBCA77 & 0xFFFFFFFF
     return 1.0 - 2.0 * (bits >> 31).float()

@@ -22,6 +22,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, MoEOptimError
 from moe_optim.integration import script_arguments
 from moe_optim.integration.argument_checks import (
+    FaultyFlags,
     collecting,
     failed_checks,
     is_of_ranks,
@@ -29,11 +30,9 @@ from moe_optim.integration.argument_checks import (
 )
 from moe_optim.integration.arguments import FLAG, config_from_argv, ranks_multiple
 from moe_optim.integration.engine import apply_patches, original, patch_state, revert_patches
-from moe_optim.integration.faulty_flags import FaultyFlags
 from moe_optim.integration.first_iteration import LayerSpec, later_refusals, schedule_refusals
 from moe_optim.integration.installation import installed_config
 from moe_optim.integration.patches import CONFIGURATIONS, PATCHES, SCRIPT
-from moe_optim.integration.script_source import blocks_of, calls_of
 from moe_optim.rules import Setup, refusals
 from moe_optim.screen import quiet
 
@@ -138,9 +137,9 @@ def find_late_install(script: Path) -> str | None:
     Compares only calls within one block, in source order.
     """
     tree = ast.parse(script.read_bytes())
-    for block in blocks_of(tree):
+    for block in script_arguments.blocks_of(tree):
         built: tuple[str, int] | None = None
-        for name, line in calls_of(block):
+        for name, line in script_arguments.calls_of(block):
             if name in _BUILDERS and built is None:
                 built = name, line
             elif name == "install" and built is not None:

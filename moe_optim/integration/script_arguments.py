@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,6 @@ from moe_optim.integration.arguments import (
 )
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config, set_optimizer
-from moe_optim.integration.script_source import blocks_of, calls_of
 from moe_optim.rules import Setup, check_setup, remarks
 from moe_optim.weights.te.recipe import import_error
 
@@ -170,6 +169,25 @@ def require_evaluation_of_script(args: Any) -> None:
     calls = (name for block in blocks_of(ast.parse(source)) for name, _ in calls_of(block))
     if b"eval_interval" not in source and "pretrain" in calls and not _is_of_file(args):
         require_evaluation(args)
+
+
+def blocks_of(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module and all of its functions."""
+    yield tree
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def calls_of(block: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield name and line of every call in a block, without nested functions."""
+    for child in ast.iter_child_nodes(block):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        yield from calls_of(child)
+        if isinstance(child, ast.Call):
+            target: Any = child.func
+            yield str(getattr(target, "attr", getattr(target, "id", ""))), child.lineno
 
 
 def has_no_transformer_engine() -> bool:

@@ -37,9 +37,9 @@ def find_script(script: Path, megatron_lm: Path | None) -> Path:
     for place in places:
         if place.is_file():
             return place
-    tried = " nor ".join(str(place) for place in places)
+    tried = " or ".join(str(place) for place in places)
     hint = "Check the name" if megatron_lm else "Check the name, or give --megatron-lm PATH"
-    raise ConfigError(f"moe-optim run: expected a script, found none at {tried}. {hint}.")
+    raise ConfigError(f"moe-optim run: expected a script at {tried}, got no such file. {hint}.")
 
 
 def prepare_imports(script: Path, megatron_lm: Path | None) -> Package | None:

@@ -218,16 +218,16 @@ def test_records_name_files_of_the_checkpoint_alone(checkpoint):
     for name in ("../outside/secret", "/etc/passwd", "a\0b"):
         content = {"algorithm": "sha256", "files": {name: "0"}}
         (checkpoint / "integrity.json").write_text(json.dumps(content))
-        assert "is no file of the checkpoint" in checkpoint_defect(checkpoint)
+        assert "is not a file of the checkpoint" in checkpoint_defect(checkpoint)
 
 
 KINDS = {
     "a pipe": "it is a pipe, expected a file",
     "a socket": "it is a socket, expected a file",
     "a folder": "it is a folder, expected a file",
-    "a device": "it leads out of the checkpoint",
-    "a link out": "it leads out of the checkpoint",
-    "a relative link out": "it leads out of the checkpoint",
+    "a device": "it points outside the checkpoint",
+    "a link out": "it points outside the checkpoint",
+    "a relative link out": "it points outside the checkpoint",
     "a link to itself": "Too many levels of symbolic links",
     "a link to its folder": "it is a folder, expected a file",
     "a terabyte of nothing": "it has 1,099,511,627,776 bytes, expected at most 16,777,216",
@@ -306,10 +306,10 @@ def test_writing_a_tracker_file_or_checksums_follows_no_link(checkpoint, tmp_pat
 
 
 INDEXED = {
-    "../outside/secret.safetensors": "it leads out of the checkpoint",
-    "/etc/passwd": "it leads out of the checkpoint",
-    "/dev/zero": "it leads out of the checkpoint",
-    "a\0b": "a name that is none",
+    "../outside/secret.safetensors": "it points outside the checkpoint",
+    "/etc/passwd": "it points outside the checkpoint",
+    "/dev/zero": "it points outside the checkpoint",
+    "a\0b": "not a valid name",
     "x" * 4000: "File name too long",
     "": "it is a folder, expected a file",
 }

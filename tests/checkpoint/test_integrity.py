@@ -51,7 +51,7 @@ def checkpoint(saved, tmp_path):
 def test_a_foreign_pickle_is_refused_and_runs_no_code(checkpoint, tmp_path):
     ran = tmp_path / "ran"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Command(ran)))
-    defect = ".metadata is cut off or foreign: it names posix.mkdir"
+    defect = ".metadata is truncated or not torch's: it names posix.mkdir"
     assert checkpoint_defect(checkpoint) == defect
     assert not ran.exists()
 
@@ -93,7 +93,7 @@ REFUSED = {
     ),
     "metadata.json is cut off or damaged": lambda path: (path / "metadata.json").write_text("[]"),
     "seal.json is damaged": lambda path: (path / "moe_optim.seal.json").write_text("{}"),
-    ".metadata cannot be read: it leads out of the checkpoint": lambda path: (
+    ".metadata cannot be read: it points outside the checkpoint": lambda path: (
         (path / ".metadata").unlink(),
         (path / ".metadata").symlink_to("/proc/self/mem"),
     ),
@@ -284,5 +284,5 @@ def test_metadata_that_contradicts_itself_is_refused(checkpoint):
     metadata = pickle.loads(path.read_bytes())
     first, second = [index for index in metadata.storage_data if index.fqn == "experts.weight"]
     metadata.storage_data[first] = metadata.storage_data[second]
-    with pytest.raises(DamageError, match="does not lie behind the blob before it"):
+    with pytest.raises(DamageError, match="overlaps the blob before it"):
         metadata_file.read_blobs(pickle.dumps(metadata))

@@ -37,7 +37,7 @@ def here(tmp_path):
 @pytest.mark.parametrize(("path", "kind"), REFUSED)
 def test_a_path_that_is_taken_is_refused_with_what_is_there(here, path, kind):
     found = REFUSED[path, kind].format(here=here)
-    said = f"{here / path}: expected {kind} to write, got {found}. Name another."
+    said = f"{here / path}: expected {kind} to write, got {found}. Choose another path."
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
         require_writable(None, here / path, expected=kind)
 
@@ -45,7 +45,7 @@ def test_a_path_that_is_taken_is_refused_with_what_is_there(here, path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_without_permission_is_named(here, kind, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, _: path != here / "folder")
-    with pytest.raises(ConfigError, match=f"no permission to write in {here}/folder. Name another"):
+    with pytest.raises(ConfigError, match=f"no permission to write in {here}/folder. Choose"):
         require_writable(here / "folder" / "new", expected=kind)
     require_writable(here / "new", expected=kind)
 
@@ -57,7 +57,7 @@ def test_every_command_says_it_alike(here, monkeypatch, capsys):
     for words in (["report", run], ["compare", run, other], ["train", "quickstart", "--cpu"]):
         assert cli.main([*words, "--out", "file"]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert said == "error: file: expected a folder to write, got a file. Name another."
+        assert said == "error: file: expected a folder to write, got a file. Choose another path."
     assert cli.main(["plan", "quickstart", "--json", "folder"]) == 2
     said = capsys.readouterr().err
-    assert said == "error: folder: expected a file to write, got a folder. Name another.\n"
+    assert said == "error: folder: expected a file to write, got a folder. Choose another path.\n"

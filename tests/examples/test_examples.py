@@ -58,11 +58,11 @@ def check_small_moe(said):
     The script itself compares all losses to the bit, and fails if one differs.
     """
     (trained,) = re.findall(r"^trained: loss ([\d.]+) -> ([\d.]+), held out ([\d.]+)$", said, re.M)
-    (went_on,) = re.findall(r"^went on: loss ([\d.]+) -> ([\d.]+)$", said, re.M)
+    (continued,) = re.findall(r"^continued: loss ([\d.]+) -> ([\d.]+)$", said, re.M)
     (resumed,) = re.findall(r"^resumed: loss ([\d.]+) -> ([\d.]+), held out ([\d.]+)$", said, re.M)
     assert 4 < float(trained[0]) < 5  # of 64 tokens, nothing known: ln 64 is 4.16
     assert float(trained[1]) < float(trained[0]) / 4
-    assert resumed == (*went_on, trained[2])
+    assert resumed == (*continued, trained[2])
 
 
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=pytest.mark.extended)])

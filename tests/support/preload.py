@@ -43,7 +43,6 @@ for name in (
     "moe_optim.experts.module",
     "moe_optim.integration.dataset_helpers",
     "moe_optim.integration.script_arguments",
-    "moe_optim.integration.script_source",
     "moe_optim.optimizer.distributed",
     "moe_optim.buckets.matrix_layout",
     "moe_optim.optimizer.factory",

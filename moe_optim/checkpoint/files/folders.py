@@ -121,7 +121,8 @@ def remove_record(checkpoint: Path, name: str) -> None:
         (checkpoint / name).unlink(missing_ok=True)
     except OSError as error:
         raise StateError(
-            f"{checkpoint / name}: expected a file to write anew, got: {error.strerror}. Remove it."
+            f"{checkpoint / name}: expected a file that can be replaced, got: {error.strerror}. "
+            "Remove it."
         ) from error
 
 
@@ -180,7 +181,7 @@ def _checksums_of(section: Any) -> dict[str, str]:
     for file, digest in {**section}.items():
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts or not file.isprintable():
-            raise ValueError(f"{file[:40]!r} is no file of the checkpoint")
+            raise ValueError(f"{file[:40]!r} is not a file of the checkpoint")
         if not isinstance(digest, str):
             raise TypeError(f"expected a checksum of {file[:40]!r}, got none")
     return dict(section)

@@ -123,7 +123,7 @@ def read_blobs(content: bytes) -> tuple[Blob, ...]:
         try:
             metadata = read_pickle(content, _is_allowed, _PER_CHUNK)
         except ValueError as error:
-            raise DamageError(METADATA, f"is cut off or foreign: {error}") from error
+            raise DamageError(METADATA, f"is truncated or not torch's: {error}") from error
         try:
             return tuple(_blobs(metadata))
         except (LookupError, TypeError, ValueError) as error:
@@ -145,7 +145,7 @@ def checked_name(name: Any) -> str:
     """Return a valid name; TypeError unless a string, ValueError if too long or not printable."""
     text: str = _typed(name, str)
     if len(text) > _MAX_NAME or not text.isprintable():
-        raise ValueError(f"a name that is none: {text[:40]!r}")
+        raise ValueError(f"not a valid name: {text[:40]!r}")
     return text
 
 
@@ -238,16 +238,16 @@ def require_tiling(key: str, offsets: list[Shape], shapes: list[Shape], size: Sh
     and only the corners of the whole tensor remain.
     """
     if set(map(len, chain(offsets, shapes))) - {len(size)}:
-        raise ValueError(f"{key} has {len(size)} axes, and a chunk has others")
+        raise ValueError(f"{key} has {len(size)} axes, but a chunk has a different number")
     if len(set(offsets)) < len(offsets):
-        raise ValueError(f"two chunks of {key} begin at one place")
+        raise ValueError(f"two chunks of {key} begin at the same offset")
     ends = []  # of the boxes and then of the whole, on each axis that is cut
     for axis, extent in enumerate(size):
         low, lengths = [one[axis] for one in offsets], [one[axis] for one in shapes]
         if any(low) or set(lengths) - {extent}:
             high = list(map(add, low, lengths))
             if max(high) > extent:  # of a chunk without elements, whose corners cancel
-                raise ValueError(f"a chunk of {key} reaches beyond its {size}")
+                raise ValueError(f"a chunk of {key} extends beyond its {size}")
             ends.append(([*low, 0], [*high, extent]))
     if len(ends) > MAX_CUT_AXES:
         raise ValueError(
@@ -270,7 +270,7 @@ def _require_one_behind_the_other(blobs: list[Blob]) -> None:
         if blob[0] != file:
             file, end = blob[0], 0
         if blob[1] != end:
-            raise ValueError(f"{blob.name} does not lie behind the blob before it in {file}")
+            raise ValueError(f"{blob.name} overlaps the blob before it in {file}")
         end += blob[2]
 
 
@@ -325,7 +325,7 @@ def _require_shapes(values: list[Any]) -> None:
 def _require_numbers(numbers: Sequence[Any]) -> None:
     kinds = set(map(type, numbers))
     if kinds - {int} or (kinds and not 0 <= min(numbers) <= max(numbers) <= MAX_NUMBER):
-        raise ValueError("expected whole numbers from 0 to 2^62, got others")
+        raise ValueError("expected whole numbers from 0 to 2^62, got other values")
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,7 +345,7 @@ def _scan(content: bytes) -> int:
             continue
         width = _TEXTS.get(operation) or _BYTES.get(operation)
         if width is None:
-            raise ValueError(f"cut off or with a foreign operation at byte {at:,}")
+            raise ValueError(f"truncated, or with an unknown operation at byte {at:,}")
         start = at + 1 + width
         at = start + int.from_bytes(content[at + 1 : start], "little")
         if at > len(content):

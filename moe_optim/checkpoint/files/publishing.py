@@ -38,7 +38,9 @@ def require_writable(
     for path in filter(None, paths):
         found = _obstacle(path, expected)
         if found is not None:
-            raise ConfigError(f"{path}: expected {expected} to write, got {found}. Name another.")
+            raise ConfigError(
+                f"{path}: expected {expected} to write, got {found}. Choose another path."
+            )
 
 
 def _obstacle(path: Path, expected: str) -> str | None:
@@ -96,7 +98,7 @@ def tells_of_full_disk(text: str) -> bool:
 def _remedy(error: Exception) -> str:
     if tells_of_full_disk(str(error)):
         return "Free some space, or name a folder on another disk."
-    return "Name another folder."
+    return "Choose another folder."
 
 
 def is_partial(folder: Path) -> bool:

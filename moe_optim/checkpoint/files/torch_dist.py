@@ -201,7 +201,7 @@ class TorchDistReader:
             said = ((text or "").splitlines() or [type(error).__name__])[0]
             raise StateError(
                 f"{path}: {blob.name}: expected what torch.save wrote, {blob.length:,} bytes from "
-                f"{blob.start:,}, got {said}. The file is cut off or damaged: use another "
+                f"{blob.start:,}, got {said}. The file is truncated or damaged: use another "
                 "checkpoint."
             ) from error
 

@@ -44,11 +44,11 @@ def locate(folder: Path, name: str) -> str:
         root = os.path.realpath(folder, strict=True)
         path = os.path.realpath(os.path.join(root, name), strict=True)  # noqa: PTH118
     except ValueError as error:  # NUL bytes, or an unencodable name
-        raise _refusal("it is no name of a file", folder) from error
+        raise _refusal("it is not a file name", folder) from error
     above, parent = os.path.split(os.path.dirname(root))  # noqa: PTH120, PTH206
     inside = [root, f"{above}/blobs"] if parent == "snapshots" else [root]
     if not f"{path}/".startswith(tuple([f"{each}/" for each in inside])):
-        raise _refusal("it leads out of the checkpoint", folder / name)
+        raise _refusal("it points outside the checkpoint", folder / name)
     _require_regular(os.stat(path), folder / name)  # noqa: PTH116
     return path
 
@@ -106,7 +106,7 @@ def parse_json(content: bytes) -> Any:
     try:
         return json.loads(content, parse_int=_whole_number)
     except RecursionError as error:
-        raise ValueError("brackets within brackets, too many to follow") from error
+        raise ValueError("brackets that are nested too deeply") from error
 
 
 def file_range(file: IO[bytes], start: int, length: int) -> IO[bytes]:
@@ -124,7 +124,7 @@ def _read_into(file: IO[bytes], start: int, memory: memoryview) -> None:
     while filled < len(memory):
         count = os.preadv(file.fileno(), [memory[filled:]], start + filled)
         if not count:
-            raise EOFError(f"a file that ends {len(memory) - filled:,} bytes too early")
+            raise EOFError(f"a file that is {len(memory) - filled:,} bytes too short")
         filled += count
 
 

@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING
 
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.cli.options import add_naming, add_source_and_target
-from moe_optim.commands.console.checkpoint_paths import find_checkpoint
+from moe_optim.commands.console.checkpoint_paths import (
+    find_checkpoint,
+    is_torch_dist,
+    require_target,
+)
 from moe_optim.commands.console.checkpoint_progress import open_reader, write_plan
 from moe_optim.commands.console.workers import add_workers, peak_memory, whole_number
 from moe_optim.environment import find_package
@@ -66,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert, and print a summary."""
     _refuse_mixed(args)
-    find_checkpoint(args.source)  # before the import of torch, which takes seconds
+    source = find_checkpoint(args.source)  # before the import of torch, which takes seconds
+    if args.experts:
+        found = "torch_dist" if is_torch_dist(source) else "safetensors"
+        require_target(args.experts, args.format or found, args.glu_interleave)
     require_writable(args.target, expected="a new folder")
     began = time.perf_counter()
     convert = _convert_model if args.to else _convert_layout
@@ -197,11 +204,9 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> 
 def _speed(plan: "FilePlan", began: float) -> str:
     seconds, peak = time.perf_counter() - began, peak_memory()
     speed = plan.total_bytes / max(seconds, 1e-9)
-    read, written = plan.num_tensors, plan.num_written
-    become = f" become {written:,}" if written != read else ""
     return (
-        f"{read:,} tensors{become}, {spell_bytes(plan.total_bytes)} in {seconds:.1f} s, "
-        f"{spell_bytes(speed)}/s; peak memory {spell_bytes(peak)}"
+        f"{plan.num_written:,} tensors written, {spell_bytes(plan.total_bytes)} in "
+        f"{seconds:.1f} s, {spell_bytes(speed)}/s; peak memory {spell_bytes(peak)}"
     )
 
 

@@ -9,6 +9,7 @@ needed.
 
 import argparse
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from moe_optim.commands.cli.options import add_source_and_target
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_reader, write_plan
 from moe_optim.commands.console.workers import add_workers, peak_memory
+from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS
 from moe_optim.screen import results_console
 from moe_optim.spelling import spell_bytes
@@ -26,7 +28,13 @@ if TYPE_CHECKING:
 
 # Modules that import torch, which takes seconds, are imported locally.
 
-CONVENTIONS = ("compressed_tensors", "modelopt", "deepseek")
+_IN_MXFP8 = ("mxfp8", "mxfp8_2d", "mxfp8_rows")
+CONVENTIONS: Mapping[str, Collection[str]] = {
+    "compressed_tensors": FORMATS,
+    "modelopt": (*_IN_MXFP8, "nvfp4", "nvfp4_rows"),
+    "deepseek": (*_IN_MXFP8, "fp8_block", "fp8_block_fp32"),
+}
+"""Convention -> formats that it names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export, and print a summary."""
+    _check_convention(args)
     find_checkpoint(args.source)  # before the import of torch, which takes seconds
     require_writable(args.target, expected="a new folder")
     from moe_optim.commands.export.export import plan_export
@@ -62,6 +71,16 @@ def run(args: argparse.Namespace) -> int:
     lines = _summary(plan, args, time.perf_counter() - began)
     results_console().print(*lines, sep="\n")
     return 0
+
+
+def _check_convention(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a convention that has no names for the format."""
+    known = [name for name, formats in CONVENTIONS.items() if args.format in formats]
+    if args.convention not in (None, *known):
+        raise ConfigError(
+            f"--convention: expected {' or '.join(known)} for {args.format}, got "
+            f"{args.convention}. Omit it for the default."
+        )
 
 
 def _request(args: argparse.Namespace) -> "ExportRequest":

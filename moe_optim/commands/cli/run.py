@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         require_tree(args.megatron_lm)  # else the script would be reported missing
     script = find_script(args.script, args.megatron_lm)
     package = prepare_imports(script, args.megatron_lm)
-    argv = args.script_args
+    argv = _script_args(args)
     if args.recipe is not None:
         recipe = load_recipe(args.recipe)
         check_requirements(recipe, hardware=False)
@@ -76,3 +76,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     run_script(script, argv, cpu=cpu)
     return 0
+
+
+def _script_args(args: argparse.Namespace) -> list[str]:
+    """Return the words after SCRIPT, with a ``--`` before them, which argparse drops."""
+    words, rest = args.argv, list(args.script_args)
+    at = len(words) - len(rest) - 1
+    is_dropped = words[at] == "--" and Path(words[at - 1]) == args.script
+    return ["--", *rest] if is_dropped else rest

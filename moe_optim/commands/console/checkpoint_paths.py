@@ -1,4 +1,4 @@
-"""Finds a checkpoint from any path that identifies it, without importing torch."""
+"""Finds a checkpoint from any path that identifies it, and its format, without importing torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,8 @@ from pathlib import Path
 from moe_optim.checkpoint.files.folders import CONFIG_FILE, TRACKER, files_of_ranks, read_tracker
 from moe_optim.checkpoint.files.metadata import METADATA
 from moe_optim.checkpoint.files.publishing import is_partial
-from moe_optim.errors import LayoutError, StateError
+from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.experts.keys.layouts import STORED_ALIKE
 
 CHECKPOINTS = "checkpoints"  # subfolder of a run that contains its checkpoints
 SUFFIX, INDEX_FILE = ".safetensors", "model.safetensors.index.json"
@@ -62,6 +63,22 @@ def is_safetensors(path: Path) -> bool:
     return path.suffix == SUFFIX
 
 
+def require_target(layout: str, format: str, interleave: int | None) -> None:
+    """Raise ConfigError unless a format can store a layout of experts with a GLU interleave."""
+    if layout in STORED_ALIKE:
+        return
+    if format == "torch_dist":
+        raise ConfigError(
+            f"--experts {layout}: expected one of {', '.join(STORED_ALIKE)} for torch_dist, which "
+            "stores these alike and no other. Add --format safetensors."
+        )
+    if interleave:
+        raise ConfigError(
+            f"--experts {layout}: expected a GLU interleave of 0, as all gate rows come first, got "
+            f"{interleave}. Drop --glu-interleave."
+        )
+
+
 def _require_checkpoint(path: Path) -> None:
     if is_partial(path):
         raise StateError(f"{path}: a command was killed while it wrote this. Run it again.")
@@ -74,11 +91,14 @@ def _require_checkpoint(path: Path) -> None:
             "let a run convert it (--ckpt-convert-format torch_dist --ckpt-convert-save DIR), "
             "and give DIR/torch_dist."
         )
-    names = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else [path.name]
-    found = [name if name.isprintable() else repr(name) for name in names]
+    found = "another file"
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())[:5]
+        shown = ", ".join(name if name.isprintable() else repr(name) for name in names)
+        found = f"a folder with {shown}" if names else "an empty folder"
     raise LayoutError(
         f"{path}: expected a torch_dist checkpoint (.metadata, *.distcp) or safetensors, got "
-        f"{', '.join(found) or 'an empty folder'}. Give the folder that holds them."
+        f"{found}. Give the folder that holds them."
     )
 
 

@@ -13,6 +13,7 @@ from moe_optim.checkpoint.files.torch_dist import (
     TorchDistReader,
 )
 from moe_optim.checkpoint.state_manifest import MANIFEST, MOMENTUM, WHOLE_MASTER
+from moe_optim.commands.console.checkpoint_paths import require_target
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,
@@ -79,10 +80,12 @@ class ConversionPlan(FilePlan):
     """File format of the result."""
 
     def place_of(self, part: Part, name: str) -> tuple[Place, int]:
-        """Return where ``torch_dist`` stores the tensor ``name``, which a ``part`` becomes.
+        """Return where the tensor ``name``, which a ``part`` becomes, is stored.
 
         The second value is the number of layers of a tensor that stacks them.
         """
+        if self.format == "safetensors":
+            return super().place_of(part, name)
         place = self.view.places.get(name) if self.view.reader.format == "torch_dist" else None
         if place is None:
             return Place(name if part.experts is None else stored_key(name)), 0
@@ -131,7 +134,8 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
     """
     reader = view.reader
     format = request.format or reader.format
-    to = _target_layout(request.to, format)
+    require_target(request.to.name, format, request.glu_interleave)
+    to = request.to if format == "safetensors" else get_layout("grouped")
     if view.renames and reader.format == format == "torch_dist":
         raise ConfigError(
             f"--rename: expected names of Megatron's to stay from torch_dist to torch_dist, got "
@@ -185,17 +189,6 @@ def _expert_part(
     )
 
 
-def _target_layout(to: KeyLayout, format: FileFormat) -> KeyLayout:
-    if format == "safetensors":
-        return to
-    if to.name not in STORED_ALIKE:
-        raise ConfigError(
-            f"--experts {to.name}: expected one of {', '.join(STORED_ALIKE)} for torch_dist, which "
-            "stores these alike and no other. Add --format safetensors."
-        )
-    return get_layout("grouped")
-
-
 def _refuse_flat_states(view: LayerView) -> None:
     flat = [key for key in view.tensors if FLAT_STATES in key]
     if flat:
@@ -243,11 +236,6 @@ def _heads_of_states(view: LayerView) -> dict[str, str]:
 def _check_interleaves(plan: ConversionPlan) -> None:
     check_row_order(plan.view, plan.source_interleave)
     path, first = plan.view.reader.path, plan.sets[0]
-    if plan.target_interleave and plan.to.name not in STORED_ALIKE:
-        raise LayoutError(
-            f"--experts {plan.to.name}: expected a GLU interleave of 0, as all gate rows come "
-            f"first, got {plan.target_interleave}. Drop --glu-interleave."
-        )
     if plan.source_interleave and not first.layout.can_interleave:
         raise LayoutError(
             f"{path}: expected a GLU interleave of 0 for the source layout {first.layout.name}, "

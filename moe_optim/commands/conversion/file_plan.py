@@ -166,14 +166,15 @@ class FilePlan:
         return tuple(part.experts for part in self.parts if part.experts is not None)
 
     @property
-    def num_tensors(self) -> int:
-        """Number of tensors read, each of a single layer."""
-        return sum(len(part.sources) for part in self.parts)
-
-    @property
     def num_written(self) -> int:
-        """Number of tensors that those become, each of a single layer."""
-        return sum(len(self.tensors(part)) for part in self.parts)
+        """Number of tensors of the result."""
+        return len(
+            {
+                self.place_of(part, name)[0].name
+                for part in self.parts
+                for name in self.tensors(part)
+            }
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -183,9 +184,10 @@ class FilePlan:
     @property
     def disk_bytes(self) -> int:
         """Upper bound of the bytes written, with headers."""
-        chunks = sum(len(one.patterns) * one.num_experts for one in self.sets)
+        chunks = sum(len(part.sources) for part in self.parts)
+        chunks += sum(len(one.patterns) * one.num_experts for one in self.sets)
         stored = sum(map(len, self.stored.blobs.values())) if self.stored is not None else 0
-        return self.total_bytes + BLOB_BYTES * (self.num_tensors + chunks + stored + 16)
+        return self.total_bytes + BLOB_BYTES * (chunks + stored + 16)
 
     @property
     def stored(self) -> TorchDistReader | None:
@@ -220,11 +222,11 @@ class FilePlan:
         return self.view.recorded
 
     def place_of(self, part: Part, name: str) -> tuple[Place, int]:
-        """Return where ``torch_dist`` stores a tensor of the result.
+        """Return where a tensor ``name``, which a ``part`` becomes, is stored: under its own name.
 
-        The second value is the number of layers of a tensor that stacks them.
+        ``torch_dist`` may stack layers in one tensor; the second value is the number of these.
         """
-        raise NotImplementedError
+        return Place(name), 0
 
     def tensors(self, part: Part) -> dict[str, TensorInfo]:
         """Return the tensors that a part becomes, by name; reads no values."""

@@ -107,6 +107,8 @@ class ModelPlan(FilePlan):
 
     def place_of(self, part: Part, name: str) -> tuple[Place, int]:
         """Return where Megatron stores a tensor: in one of all layers, if these are alike."""
+        if self.request.to == "hf":
+            return super().place_of(part, name)
         name = stored_key(name) if part.experts is not None else name
         head, _, tail = name.partition(".layers.")
         layer, _, rest = tail.partition(".")

@@ -7,6 +7,7 @@ not, and describes its chunks with torch's metadata classes.
 import json
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +17,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from moe_optim.checkpoint.files.folders import CONFIG_FILE
 from moe_optim.checkpoint.files.metadata import METADATA, Blob
@@ -101,38 +93,48 @@ class TorchDistWriter:
 
         StateError if chunks of a tensor are missing.
         """
+        # slow, and what only reads, or writes safetensors, does without
+        from torch.distributed.checkpoint import filesystem, metadata
+
         self._close()
         entries: dict[str, Any] = {}
-        storage: dict[MetadataIndex, _StorageInfo] = {}
+        storage: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}
         for entry in sorted(self.entries, key=lambda entry: entry.of is not None):
             blob, of = entry.blob, entry.of
             # equal names are one object, as pickle tells those of other processes apart
             key, file = sys.intern(blob.key), sys.intern(blob.file)
             offset = None if blob.offset is None else torch.Size(blob.offset)
-            storage[MetadataIndex(key, offset)] = _StorageInfo(file, blob.start, blob.length)
+            index = metadata.MetadataIndex(key, offset)
+            storage[index] = filesystem._StorageInfo(file, blob.start, blob.length)
             if of is None or offset is None:
-                entries[key] = BytesStorageMetadata()
+                entries[key] = metadata.BytesStorageMetadata()
                 continue
-            whole = TensorStorageMetadata(
-                properties=TensorProperties(dtype=of.dtype), size=torch.Size(of.shape), chunks=[]
+            whole = metadata.TensorStorageMetadata(
+                properties=metadata.TensorProperties(dtype=of.dtype),
+                size=torch.Size(of.shape),
+                chunks=[],
             )
-            chunk = ChunkStorageMetadata(offsets=offset, sizes=torch.Size(blob.shape))
+            chunk = metadata.ChunkStorageMetadata(offsets=offset, sizes=torch.Size(blob.shape))
             entries.setdefault(key, whole).chunks.append(chunk)
-        for key, whole in entries.items():
-            self._require_all_chunks(key, whole)
-        metadata = Metadata(
-            state_dict_metadata=entries, storage_data=storage, version=CURRENT_DCP_VERSION
+        self._require_all_chunks()
+        described = metadata.Metadata(
+            state_dict_metadata=entries,
+            storage_data=storage,
+            version=filesystem.CURRENT_DCP_VERSION,
         )
-        (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
+        (self._folder / METADATA).write_bytes(pickle.dumps(described))
         (self._folder / CONFIG_FILE).write_text(json.dumps(dict(config or _CONFIG)))
 
-    def _require_all_chunks(self, key: str, whole: Any) -> None:
-        if isinstance(whole, TensorStorageMetadata):
-            written = sum(prod(chunk.sizes) for chunk in whole.chunks)
-            if written != prod(whole.size):
+    def _require_all_chunks(self) -> None:
+        wholes = {entry.blob.key: prod(entry.of.shape) for entry in self.entries if entry.of}
+        written: Counter[str] = Counter()
+        for entry in self.entries:
+            written[entry.blob.key] += prod(entry.blob.shape)
+        for key, numel in wholes.items():
+            if written[key] != numel:
                 raise StateError(
-                    f"{self._folder}: {key}: expected chunks of {prod(whole.size):,} elements, got "
-                    f"{written:,}."
+                    f"{self._folder}: {key}: expected chunks of {numel:,} elements, got "
+                    f"{written[key]:,}."
                 )
 
     @contextmanager

@@ -45,7 +45,8 @@ class PlannedExperts:
     grouped: bool
     """Whether all experts of a linear are one parameter."""
     in_te: bool
-    """Whether quantized weights are Transformer Engine tensors."""
+    """Whether quantized weights are Transformer Engine tensors; for flags that keep bf16, whether
+    those that the plan proposes would be."""
 
     @property
     def layers(self) -> int:
@@ -86,7 +87,7 @@ class PlannedExperts:
         return ranks_multiple(self.args)
 
     def expert_dp_size(self, gpus: int) -> int:
-        """Return the expert-data-parallel size; ConfigError if the sizes do not divide ``gpus``."""
+        """Return the expert-data-parallel size; ConfigError for ``gpus`` that training refuses."""
         if gpus > MOST_RANKS:
             raise ConfigError(
                 f"--gpus: expected at most {MOST_RANKS:,}, got {gpus}. Give fewer, or smaller "
@@ -98,9 +99,32 @@ class PlannedExperts:
                 f"megatron_args need, got {gpus}. Give another number, or change them after `--`."
             )
         args = self.args
+        if fault := self.batch_fault(gpus):
+            raise ConfigError(
+                f"--gpus: expected a number of GPUs that Megatron can spread a batch over, got "
+                f"{gpus}: {fault}. Give another number, or change the batch after `--`."
+            )
         copy = _expert_tensor(args) * args.expert_model_parallel_size
         stages = args.pipeline_model_parallel_size * args.num_distributed_optimizer_instances
         return int(gpus // (copy * stages))
+
+    def batch_fault(self, gpus: int) -> str | None:
+        """Return why ``gpus`` do not divide a batch as Megatron requires; None if they do."""
+        args = self.args
+        model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+        ranks = gpus // (model * args.context_parallel_size)
+        size, micro = args.global_batch_size, args.micro_batch_size
+        evaluated = args.eval_global_batch_size or size, args.eval_micro_batch_size or micro
+        batches = {"--global-batch-size": (size, micro), "--eval-global-batch-size": evaluated}
+        if args.decrease_batch_size_if_needed:
+            del batches["--global-batch-size"]
+        for flag, (size, micro) in batches.items():
+            if size and micro and size % (micro * ranks):
+                return (
+                    f"{flag} {size} is not divisible by {ranks} data parallel ranks times "
+                    f"{micro} samples of a micro batch"
+                )
+        return None
 
     def dense_dp_size(self, gpus: int) -> int:
         """Return how many ranks divide the states of a dense weight."""
@@ -177,7 +201,7 @@ def plan_experts(
         chunks=stages[stage],
         stage=stage,
         grouped=grouped,
-        in_te=is_native(args) or stores_in_te,
+        in_te=args.transformer_impl != "local" or stores_in_te,
     )
 
 

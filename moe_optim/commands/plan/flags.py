@@ -16,8 +16,8 @@ from typing import Any
 
 from moe_optim.environment import Package, find_package
 from moe_optim.errors import ConfigError
+from moe_optim.integration.argument_checks import FaultyFlags
 from moe_optim.integration.arguments import FlagsParser, parse_with_megatron
-from moe_optim.integration.faulty_flags import FaultyFlags
 from moe_optim.screen import quiet
 
 DTYPES = {

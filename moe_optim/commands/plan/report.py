@@ -216,15 +216,11 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
 
 def default_gpus(experts: PlannedExperts, ranks: int) -> list[int]:
     """Return numbers of GPUs that fit the model and the batch size, including ``ranks``."""
-    args, fewest = experts.args, experts.gpus_multiple
-    most = MOST_RANKS
-    if args.global_batch_size and args.micro_batch_size:
-        model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-        micro_batches = max(1, args.global_batch_size // args.micro_batch_size)
-        most = min(most, micro_batches * model * args.context_parallel_size)
+    fewest = experts.gpus_multiple
     numbers = [fewest * STEP**step for step in range(_MOST_STEPS)]
-    numbers = [number for number in numbers if number <= max(most, fewest)]
-    return numbers if ranks % fewest else [*numbers, ranks]
+    fitting = [one for one in numbers if one <= MOST_RANKS and not experts.batch_fault(one)]
+    fitting = fitting or [fewest]
+    return fitting if ranks % fewest else [*fitting, ranks]
 
 
 def _describe(experts: PlannedExperts, layout: str) -> str:

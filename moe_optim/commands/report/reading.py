@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.checkpoint.files.untrusted_files import parse_json, read_file
@@ -108,13 +107,16 @@ class Run:
         lines: list[str] = []
         for layer in self.layers_with("amax"):
             names = ("norm", *THRESHOLDS[self.format])
-            last = {name: looks[-1][1] for name in names if (looks := self.looks(layer, name, at))}
-            figures = {name: torch.from_numpy(values) for name, values in last.items()}
-            if missing := [one for one in names if one not in figures]:
+            last = {
+                name: looks[-1][1].tolist()
+                for name in names
+                if (looks := self.looks(layer, name, at))
+            }
+            if missing := [one for one in names if one not in last]:
                 said = ", ".join(missing)
                 lines.append(f"{layer}: {said} not recorded: the event file is cut off")
             else:
-                lines += warn_of(layer, self.format, range(len(figures["norm"])), figures)
+                lines += warn_of(layer, self.format, range(len(last["norm"])), last)
         return lines
 
 

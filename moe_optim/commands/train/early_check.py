@@ -6,12 +6,12 @@ from dataclasses import replace
 from moe_optim.commands.plan.flags import is_recorded, recorded_parser, with_torch_dtypes
 from moe_optim.config import MoEOptimConfig
 from moe_optim.environment import find_package
+from moe_optim.integration.argument_checks import FaultyFlags
 from moe_optim.integration.arguments import (
     FLAG,
     add_moe_optim_arguments,
     extend_distributed_optimizer,
 )
-from moe_optim.integration.faulty_flags import FaultyFlags
 from moe_optim.rules import Setup, refusals
 
 

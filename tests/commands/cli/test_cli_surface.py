@@ -132,7 +132,11 @@ LIGHT = [  # commands, and errors of commands, that need no tensor
     ["inspect", "."],
     ["convert", "absent", "there", "--to", "hf"],
     ["convert", ".", "there", "--to", "hf"],
+    ["convert", "stored", "there", "--experts", "hf"],
+    ["convert", "stored", "there", "--experts", "hf", "--format", "safetensors"]
+    + ["--glu-interleave", "4"],
     ["export", "absent", "there", "--format", "mxfp8"],
+    ["export", "stored", "there", "--format", "nvfp4", "--convention", "deepseek"],
     ["verify", "absent", "there"],
     ["patch", "check", "absent"],
     ["report", "absent"],
@@ -149,6 +153,8 @@ for words in {commands!r}:
 
 def test_commands_and_errors_that_need_no_tensor_import_no_torch(tmp_path):
     """They answer before its import would have ended, which takes seconds."""
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "stored/.metadata").touch()
     command = [sys.executable, "-c", LIGHT_RUN.format(commands=LIGHT)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     lines = [line for line in done.stdout.splitlines() if line.startswith("imported:")]

@@ -76,7 +76,9 @@ def test_every_option_reaches_the_conversion(convert, source, tmp_path):
     code, lines, _ = convert(there, *words, "--num-experts", EXPERTS)
     assert code == 0
     assert "torch_dist stores grouped, indexed and sequential experts alike." in lines
+    written = lines[1]
     reader = open_checkpoint(back)
+    assert written.startswith(f"{len(reader.tensors)} tensors written, ")
     assert reader.path.name == "release"  # no iteration was recorded
     assert reader.recorded.glu_interleave == 4
     assert cli.main(["verify", str(source), str(back)]) == 0

@@ -95,6 +95,18 @@ def test_a_script_sees_what_it_sees_under_python(tmp_path):
     assert under_run["path"][0] == str(tmp_path / "real")
 
 
+@pytest.mark.parametrize("words", [["a", "--", "-x"], ["--", "--", "a"], ["--", "a", "--"], ["--"]])
+def test_words_behind_a_script_reach_it_unchanged(words, script, imports, monkeypatch):
+    """argparse drops two dashes that follow a positional argument."""
+    passed = []
+    monkeypatch.setattr(
+        "moe_optim.commands.cli.run.run_script", lambda script, argv, cpu: passed.append(argv)
+    )
+    for given in ([str(script)], ["--", str(script)]):
+        assert cli.main(["run", *given, *words]) == 0
+    assert passed == [words, words]
+
+
 def test_a_source_tree_wins_over_the_installed_megatron_and_children_get_it_too(tmp_path, imports):
     script, before = tmp_path / "mine.py", sys.path[1:]
     assert not prepare_imports(script, None).checkout
@@ -139,7 +151,7 @@ def test_a_script_or_a_source_tree_that_is_none_is_refused(tmp_path, capsys, scr
     empty.mkdir()
     missing = tmp_path / "none"
     for words, said in (
-        (["--megatron-lm", tree, "none.py"], f"found none at none.py nor {tree / 'none.py'}"),
+        (["--megatron-lm", tree, "none.py"], f"a script at none.py or {tree / 'none.py'}"),
         (["none.py"], "give --megatron-lm PATH"),
         (["--megatron-lm", missing, script], "got no folder"),
         (["--megatron-lm", missing, "in_the_tree.py"], "got no folder"),

@@ -7,12 +7,15 @@ import shutil
 import pytest
 import torch
 
+from moe_optim.commands.cli import export as cli_export
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.export.export import plan_export
 from moe_optim.errors import ConfigError, StateError
+from moe_optim.formats import FORMATS as FORMATS_OF_TRAINING
 from moe_optim.formats import get_format, reference
+from moe_optim.rollout.conventions import find_convention
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.checkpoints.exported_models import (
     EXPERTS,
@@ -33,6 +36,16 @@ from tests.support.checkpoints.stored_checkpoints import interleaved
 from tests.support.modules import serving
 
 FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block", "mxfp4", "nvfp4_rows", "int4_g128")
+
+
+def test_the_conventions_that_a_format_takes_are_those_of_engines():
+    for name, formats in cli_export.CONVENTIONS.items():
+        for format in FORMATS_OF_TRAINING.values():
+            if format.name in formats:
+                assert find_convention(format, name).name == name
+            else:
+                with pytest.raises(ConfigError, match=f"for {format.name}, got '{name}'"):
+                    find_convention(format, name)
 
 
 def wanted_experts(values, format):

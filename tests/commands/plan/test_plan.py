@@ -34,6 +34,7 @@ from moe_optim.commands.plan.costs import (
 )
 from moe_optim.commands.plan.experts import plan_experts
 from moe_optim.commands.plan.gpus import GPUS, Hardware
+from moe_optim.commands.plan.report import default_gpus
 from moe_optim.commands.plan.rows import plan_rows
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
@@ -59,6 +60,7 @@ SMALL = {
     "--use-distributed-optimizer": True,
     "--overlap-grad-reduce": True,
     "--sequence-parallel": True,
+    "--transformer-impl": "local",
 }
 LARGE = SMALL | {
     "--num-layers": 4,
@@ -69,9 +71,10 @@ LARGE = SMALL | {
     "--expert-model-parallel-size": 8,
 }
 AWARE = {"use_precision_aware_optimizer": True}
-LOCAL = {"transformer_impl": "local"}
-LOCAL_FLAGS = {"--transformer-impl": "local", "--moe-grouped-gemm": True}
-NATIVE = {"fp8_recipe": "mxfp8", "fp8_param_gather": True}
+TE = {"transformer_impl": "transformer_engine"}
+LOCAL_FLAGS = {"--transformer-impl": "local"}
+TE_FLAGS = {"--transformer-impl": "transformer_engine"}
+NATIVE = TE | {"fp8_recipe": "mxfp8", "fp8_param_gather": True}
 DDP_CONFIG = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
 
 
@@ -253,7 +256,7 @@ def test_stock_mxfp8_quantizes_expert_by_expert_into_padded_storage():
 
 def test_weights_of_transformer_engine_have_padded_scales_besides_the_buffers():
     """And columnwise scales of 2-D blocks are a view of rowwise ones."""
-    planned = [rows_of(experts_of(**flags), 1) for flags in (LOCAL, NATIVE)]
+    planned = [rows_of(experts_of(**flags), 1) for flags in ({}, NATIVE)]
     for name, format in FORMATS.items():
         if format.is_row_only:
             continue
@@ -338,7 +341,7 @@ def advice(argv, **knobs):
 )
 def test_flags_to_add_give_the_recommended_format(flags, knobs, gpu, added):
     """Read back, they are the configuration that was planned, in the recommended format."""
-    words = argv(SMALL | flags)
+    words = argv(SMALL | TE_FLAGS | flags)
     choice, best, _ = choice_of(words, gpu=gpu, **knobs)
     config = MoEOptimConfig(**knobs)
     found = flags_to_add(choice, best, config, GPUS.get(gpu))
@@ -355,7 +358,7 @@ def test_flags_to_add_give_the_recommended_format(flags, knobs, gpu, added):
 def test_copies_of_compute_are_what_its_modules_hold(compute):
     """Portable experts keep quantized bytes of every linear, and one linear's values for a GEMM."""
     config = MoEOptimConfig(format="bf16", compute=compute)
-    rows = rows_of(experts_of(**LOCAL), 2, config=config)
+    rows = rows_of(experts_of(), 2, config=config)
     copies = rows["bf16"]["parts"]["compute_copies"]
     totals = [rows[name]["total_bytes_per_rank"] for name in ("bf16", STOCK_BF16)]
     assert totals[0] - totals[1] == copies
@@ -367,7 +370,7 @@ def test_copies_of_compute_are_what_its_modules_hold(compute):
         held = LAYERS * sum(buffer.nbytes for buffer in buffers)
     assert copies == held + 2 * max(map(prod, shapes))
     # Those of Transformer Engine keep values of all layers while a step runs
-    values, of_te = 2 * LAYERS * sum(map(prod, shapes)), copy_bytes(experts_of(), compute)
+    values, of_te = 2 * LAYERS * sum(map(prod, shapes)), copy_bytes(experts_of(**TE), compute)
     assert of_te > values if compute == "mxfp8" else of_te == values
 
 
@@ -432,19 +435,52 @@ def test_what_cannot_be_planned_is_named():
 
 
 def test_shapes_and_gpus_that_do_not_fit_are_refused():
-    local = argv(SMALL | {"--transformer-impl": "local", "--moe-grouped-gemm": True})
     for format, ffn, message in (
         ("mxfp8", 100, r"a recipe: experts.linear_fc1.weight: mxfp8 needs rows .* by 32"),
         ("int4_g128", 96, r"a recipe: experts.linear_fc2.weight: int4_g128 needs columns .* 128"),
     ):
         with pytest.raises(LayoutError, match=message):
-            advice([*local, "--moe-ffn-hidden-size", str(ffn)], format=format)
+            advice([*argv(SMALL), "--moe-ffn-hidden-size", str(ffn)], format=format)
     experts = experts_of(
         tensor_model_parallel_size=2, expert_model_parallel_size=4, context_parallel_size=2
     )
     for gpus in (0, -8, 4, 12):
         with pytest.raises(ConfigError, match=rf"--gpus: expected multiples of 8, .* got {gpus}\."):
             experts.buckets(gpus)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fitting", "unfit"),
+    [
+        ({"--global-batch-size": 16, "--micro-batch-size": 4}, [1, 2, 4], [3, 8]),
+        ({"--global-batch-size": 12, "--micro-batch-size": 2}, [1, 2, 3, 6], [4, 12]),
+        (
+            {
+                "--global-batch-size": 12,
+                "--micro-batch-size": 2,
+                "--eval-global-batch-size": 8,
+                "--decrease-batch-size-if-needed": True,
+            },
+            [1, 2, 4],
+            [3, 6],
+        ),
+        ({"--global-batch-size": 12}, [1, 5], []),
+    ],
+)
+def test_gpus_that_do_not_divide_a_batch_are_refused(flags, fitting, unfit):
+    experts = plan_experts(argv(SMALL | flags), grouped=True)
+    for gpus in fitting:
+        assert experts.expert_dp_size(gpus) == gpus
+    for gpus in unfit:
+        with pytest.raises(ConfigError, match=rf"^--gpus: .* got {gpus}: --(eval-)?global-batch"):
+            experts.expert_dp_size(gpus)
+    assert set(default_gpus(experts, 1)).isdisjoint(unfit)
+
+
+def test_flags_that_keep_bf16_are_counted_as_those_that_the_plan_proposes():
+    """Transformer Engine's GEMMs read padded scales, besides those that are gathered."""
+    bf16, mxfp8 = (row_of(experts_of(**flags), 2, "mxfp8") for flags in (TE, NATIVE))
+    assert bf16 == mxfp8
 
 
 # The command
@@ -479,7 +515,7 @@ def test_flags_alone_are_planned_like_a_recipe_of_them(recipe, capsys):
     own = ["--use-moe-grouped-optim", "--moe-optim-set", "expert_layout=grouped"]
     assert cli.main(["plan", *words, "--", *argv(SMALL), *own]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == from_recipe
-    assert cli.main(["plan", "--gpus", "2", "--json", "--", *argv(SMALL)]) == 0
+    assert cli.main(["plan", "--gpus", "2", "--json", "--", *argv(SMALL | TE_FLAGS)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["planned"].endswith("indexed")
     assert report["flags"][-1] == "--use-moe-grouped-optim"

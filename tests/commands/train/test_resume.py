@@ -33,7 +33,7 @@ def cut(path):
 
 DEFECTS = {
     "no metadata.json": lambda folder: (folder / "metadata.json").unlink(),
-    ".metadata is cut off or foreign": lambda folder: cut(folder / ".metadata"),
+    ".metadata is truncated or not torch's": lambda folder: cut(folder / ".metadata"),
     "__0_0.distcp is cut off": lambda folder: cut(folder / "__0_0.distcp"),
 }
 
