@@ -409,10 +409,6 @@ RULES: tuple[Rule, ...] = (
          "{step}; or leave states on the device"),
     ),
     *_rules("Muon", "refuse",
-        ("Megatron's dev branch with Muon",
-         lambda s: hasattr(type(s.ddp), "use_layer_wise_param_layout"),  # an argument in others
-         "its distributed optimizer takes states of Adam alone, and does not shard matrices",
-         "Check out a release, or main"),
         ("use_layer_wise_distributed_optimizer",
          lambda s: s.optimizer.use_layer_wise_distributed_optimizer,
          "Megatron's layer-wise optimizer has its own buffers, shards and checkpoints",
