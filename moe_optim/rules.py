@@ -65,7 +65,7 @@ class Setup:
     linears: Mapping[str, Any] = MappingProxyType({})
     """Portable expert linears of Megatron-Bridge with interleaved rows, by name."""
     masters_of_adam: bool | None = None  # whether Adam holds the masters; None: derived from flags
-    adam: str | None = None  # class of an Adam that counts steps by parameter
+    adam: str | None = None  # class of an optimizer whose steps are not Megatron's Adam's
     has_kernels: bool = True  # whether kernels can update every master
     can_capture: bool = True  # whether a CUDA graph can capture the step
     stock_reason: str | None = None
@@ -403,10 +403,6 @@ RULES: tuple[Rule, ...] = (
          "{step}; or leave states on the device"),
     ),
     *_rules("Muon", "refuse",
-        ("Megatron's dev branch with Muon",
-         lambda s: hasattr(type(s.ddp), "use_layer_wise_param_layout"),  # an argument in others
-         "its distributed optimizer takes states of Adam alone, and does not shard matrices",
-         "Check out a release, or main"),
         ("use_layer_wise_distributed_optimizer",
          lambda s: s.optimizer.use_layer_wise_distributed_optimizer,
          "Megatron's layer-wise optimizer has its own buffers, shards and checkpoints",
@@ -631,9 +627,10 @@ RULES: tuple[Rule, ...] = (
          "a fused step supports both in fp32, or both in bf16", "Give both fp32 or both bf16"),
         ("--use-megatron-fsdp", lambda s: s.ddp is not None and s.ddp.use_megatron_fsdp,
          "it is refused, unless Megatron's own factory is called", "Remove it"),
-        ("an Adam that counts steps by parameter",
-         lambda s: s.adam and f"{s.adam}, which counts steps by parameter",
-         "a fused step counts by group", "Call moe_optim.install() before the optimizer is built",
+        ("another Adam than Megatron's",
+         lambda s: s.adam and f"{s.adam}, another Adam than Megatron's",
+         "a fused step would ignore its own, and counts by group",
+         "Call moe_optim.install() before the optimizer is built, and replace no Adam",
          "optimizer"),
         ("masters on a device without kernels",
          lambda s: s.config.step == "auto" and not s.has_kernels and not s.offload_states

@@ -104,7 +104,6 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "--optimizer soap: no step here": ({"optimizer": "soap"}, BF16),
     "--optimizer lion: no step here": ({"optimizer": "lion"}, BF16),
     "--optimizer dist_muon: only Adam and Muon": ({"optimizer": "dist_muon"}, BF16),
-    "Megatron's dev branch with Muon:": (MUON | {"use_layer_wise_param_layout": False}, BF16),
     "use_layer_wise_distributed_optimizer:": (
         MUON | {"use_layer_wise_distributed_optimizer": True}, BF16),
     "--muon-scalar-optimizer lion:": (MUON | {"muon_scalar_optimizer": "lion"}, BF16),
@@ -263,7 +262,6 @@ VARIABLES = {  # of Transformer Engine: what changes bytes of weights, with whic
 BRANCHES = {
     "gtp_weight_remat_size", "expert_gtp_weight_remat_size",
     "chunked_optimizer_state_offload", "disable_grad_buffers_cpu_backup",
-    "use_layer_wise_param_layout",
 }  # fmt: skip
 """Fields that either Megatron's dev branch or all else lack."""
 

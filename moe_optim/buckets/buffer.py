@@ -123,6 +123,8 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         **kwargs: Any,
     ) -> None:
         self.groups: list[Any] = []
+        if holds_matrices([param for param, _ in params_with_names]):
+            ddp_config = _sharding_matrices(ddp_config)
         kinds = {is_managed(param) for param, _ in params_with_names}
         self.managed = kinds == {True}
         if len(kinds) > 1:
@@ -258,6 +260,15 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         for bucket in self.buckets:
             bucket.managed.state.record(Event.RELOAD)
             bucket.managed.forget_masters()  # plans hold addresses
+
+
+def _sharding_matrices(ddp_config: Any) -> Any:
+    """Return a configuration with which Megatron's dev branch shards the buffers of matrices."""
+    if not hasattr(ddp_config, "use_layer_wise_param_layout"):
+        return ddp_config
+    ddp_config = copy.copy(ddp_config)
+    ddp_config.use_layer_wise_param_layout = True
+    return ddp_config
 
 
 def _how_to_distribute() -> str:

@@ -10,7 +10,6 @@ from megatron.core.optimizer.param_layout import PerBufferParamLayout
 from megatron.core.utils import log_single_rank
 
 from moe_optim.buckets.layout import START
-from moe_optim.errors import ConfigError
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_optimizer
 
@@ -80,16 +79,10 @@ def matrix_param_layout(
     """Return the layout of a buffer in which every matrix lies inside one shard, and log it.
 
     ``params`` are in the order of the forward pass; ``divisor`` divides the length of a bucket and
-    is a multiple of ``dp_size``. LayoutError if no rank can own some matrix whole; ConfigError with
-    Megatron's dev branch, which does not shard such buffers.
+    is a multiple of ``dp_size``. LayoutError if no rank can own some matrix whole.
     """
     from moe_optim.buckets.matrix_layout import lay_out_matrices
 
-    if not hasattr(PerBufferParamLayout, "num_optimizer_shards"):
-        raise ConfigError(
-            "moe_optim: --optimizer muon: expected a release of Megatron or its main branch, got "
-            "its dev branch, which does not shard matrices. Check out a release, or main."
-        )
     backward = params[::-1]
     layout = lay_out_matrices(
         [_matrix_stack(param, len(params) - 1 - index) for index, param in enumerate(backward)],
@@ -98,13 +91,15 @@ def matrix_param_layout(
         unit=lcm(START, divisor // dp_size),
     )
     log_single_rank(logger, logging.INFO, describe_layout(layout))
-    return PerBufferParamLayout(
+    megatrons = PerBufferParamLayout(
         param_index_map=dict(zip(backward, layout.places, strict=True)),
         bucket_indices=list(layout.buckets),
         per_bucket_numel_unpadded=list(layout.numel_unpadded),
         param_indices=param_indices if param_indices is not None else [],
-        num_optimizer_shards=dp_size,
     )
+    if hasattr(megatrons, "num_optimizer_shards"):  # Megatron's dev branch does not record it
+        megatrons.num_optimizer_shards = dp_size
+    return megatrons
 
 
 def describe_layout(layout: "MatrixLayout") -> str:

@@ -10,11 +10,16 @@ from itertools import chain
 from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from moe_optim.checkpoint.state_manifest import MANIFEST, MOMENTUM, require_same_optimizer
 from moe_optim.errors import LayoutError
 
 Group = dict[str, Any]
+_IDENTIFIERS = tuple(
+    {**dict.fromkeys(param_group_identifier_keys), **ParamGroupOverride.__annotations__}
+)
+"""Group entries that tell groups apart; Megatron's dev branch compares no rates, no optimizer."""
 _BY_DISTRIBUTION = "is_expert_parallel"
 _RATES = ("max_lr", "min_lr")
 _OF_HYBRID = frozenset(
@@ -134,7 +139,7 @@ def with_own_groups(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any
         else group
         for group in saved["param_groups"]
     ]
-    fixed = [key for key in param_group_identifier_keys if key not in _RATES]
+    fixed = [key for key in _IDENTIFIERS if key not in _RATES]
     for wanted in optimizer.param_groups:
         alike = [group for group in groups if _settings(group, fixed) == _settings(wanted, fixed)]
         rates = [_settings(group, _RATES) for group in alike]
@@ -143,6 +148,18 @@ def with_own_groups(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any
             changed = {**alike[0], **{key: wanted[key] for key in _RATES}}
             groups = [changed if group is alike[0] else group for group in groups]
     return {**state_dict, "optimizer": {**saved, "param_groups": groups}}
+
+
+def set_groups(optimizer: Any, wanted: Sequence[Group], saved: Sequence[Group]) -> None:
+    """Set the entries of an optimizer's groups to those of the saved groups that match ``wanted``.
+
+    Args:
+        optimizer: optimizer whose states were loaded by Megatron, which may have mixed groups up.
+        wanted: groups of ``optimizer`` as they were before.
+        saved: groups from :func:`with_own_groups`.
+    """
+    for group, before in zip(optimizer.param_groups, wanted, strict=True):
+        group.update({**_find(before, saved), "params": group["params"]})
 
 
 def _require_override(saved: Group, wanted: Group) -> None:
@@ -164,7 +181,7 @@ def _rates(group: Group) -> str:
 def _find(wanted: Group, saved: Sequence[Group]) -> Group:
     """Return the saved group that matches ``wanted``, ignoring its rates if necessary."""
     for free in ((), (_BY_DISTRIBUTION,), _RATES, (_BY_DISTRIBUTION, *_RATES)):
-        keys = [key for key in param_group_identifier_keys if key not in free]
+        keys = [key for key in _IDENTIFIERS if key not in free]
         found = [group for group in saved if _settings(group, keys) == _settings(wanted, keys)]
         if found:
             return {**found[0], _BY_DISTRIBUTION: wanted.get(_BY_DISTRIBUTION)}
@@ -179,5 +196,5 @@ def _settings(group: Group, keys: Sequence[str]) -> list[Any]:
 
 
 def _shown(group: Group) -> str:
-    keys = [key for key in param_group_identifier_keys if group.get(key) is not None]
+    keys = [key for key in _IDENTIFIERS if group.get(key) is not None]
     return ", ".join(f"{key}={group[key]}" for key in keys)

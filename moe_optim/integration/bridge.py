@@ -1,5 +1,6 @@
 """Megatron-Bridge optimizer configuration that installs the plug-in and builds its optimizer."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -111,16 +112,23 @@ def get_adapter_attributes_from_linear(m: Any, *args: Any, **kwargs: Any) -> Any
     """Return what Megatron-Bridge asks of a linear before it adapts it, portable experts too.
 
     Features are those of whole experts. Adapters of experts leave all communication to the token
-    dispatcher.
+    dispatcher, which does not suffice where tensor parallelism cuts experts: a warning says so.
     """
     target = patches.BRIDGE[0].target
+    size = getattr(getattr(m, "config", None), "expert_tensor_parallel_size", None) or 1
+    if kwargs.get("is_expert", args[0] if args else False) and size > 1:
+        warnings.warn(
+            "Megatron-Bridge: adapters of experts: expected --expert-tensor-parallel-size 1, got "
+            f"{size}, with which those of linear_fc2 do not compute linear_out @ linear_in, and "
+            "gradients of linear_in lack those of the other ranks. Give 1.",
+            stacklevel=2,
+        )
     if not isinstance(m, GroupedLinear):
         return original(target)(m, *args, **kwargs)
     from megatron.bridge.peft.utils import AdapterAttributes
 
     _, rows, cols = m.shape
     is_row_parallel = m.name.endswith(LINEARS[1])
-    size = m.config.expert_tensor_parallel_size
     return AdapterAttributes(
         input_is_parallel=is_row_parallel,
         in_features=cols * (size if is_row_parallel else 1),

@@ -654,17 +654,20 @@ def as_megatron_returns(norm: Tensor) -> Any:
 
 # Fusing decision
 
+_FUSED = (GroupStepAdam.__name__, "FusedAdam", "Muon")
+"""Classes whose steps fused ones compute; the second is Transformer Engine's, or apex's."""
+
 
 def setup_of(optimizer: Any, config: MoEOptimConfig) -> Setup:
     """Return the settings that decide whether steps of a part of a chain are fused."""
-    inner = optimizer.optimizer
-    is_torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+    inner = type(optimizer.optimizer)
+    defining = inner.step.__qualname__.partition(".")[0]  # torch's hooks keep the name
     setup = Setup(
         config=config,
         optimizer=optimizer.config,
         ddp=optimizer.ddp_config,
         masters_of_adam=optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-        adam=None if isinstance(inner, GroupStepAdam) or not is_torchs else type(inner).__name__,
+        adam=None if defining in _FUSED else inner.__name__,
     )
     if why_stock_step(setup):  # there may be no masters
         return setup

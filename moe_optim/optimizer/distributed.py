@@ -663,7 +663,10 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         if self.host_states is not None:
             self.make_moments()  # Megatron would create all on the device
         state_dict = checkpoint.param_groups.with_own_groups(state_dict, self.optimizer)
+        before = [{**group} for group in self.optimizer.param_groups]
         super().load_state_dict(state_dict)
+        saved = state_dict["optimizer"]["param_groups"]
+        checkpoint.param_groups.set_groups(self.optimizer, before, saved)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Load states from one file, then requantize the weights. Every rank must call it."""

@@ -2,14 +2,16 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from megatron.core import optimizer as core_optimizer
-from megatron.core.optimizer import emerging_optimizers
+from megatron.core.optimizer import distrib_optimizer, emerging_optimizers
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -20,6 +22,7 @@ from moe_optim.checkpoint import staging
 from moe_optim.checkpoint.state_manifest import MASTER, MOMENTUM, WHOLE_MASTER
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.fields import HYPER_FIELDS
+from moe_optim.optimizer.adam import MOMENTS
 from moe_optim.optimizer.address_book import (
     flat_params,
     gradient_of,
@@ -80,7 +83,8 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         """
         groups = kwargs.pop("groups")
         self._workspace: Workspace = kwargs.pop("workspace")
-        super().__init__(optimizer, config, *args, **kwargs)
+        with _taking_muon():
+            super().__init__(optimizer, config, *args, **kwargs)
         self.settings = MuonSettings.of(config, self.moe_optim_config)
         self.matrices: dict[torch.nn.Parameter, MatrixWeight] = {}
         self._rows: list[tuple[int, float]] = []
@@ -117,6 +121,36 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         """Create missing momenta."""
         for _, master in owned_masters(self):
             self.optimizer.initialize_state(master)
+
+    def load_states(self, state_dict: dict[str, Any]) -> None:
+        """Load masters and momenta as they are; :meth:`gather_weights` must follow."""
+        self.make_moments()  # Megatron's dev branch would create missing ones as Adam's
+        super().load_states(state_dict)
+
+    def _get_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter) -> Any:
+        states = super()._get_main_param_and_optimizer_states(model_param)
+        return states if _NAMES_STATES else _UnderAdamsNames(states)
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter, tensors: dict[str, Any]
+    ) -> None:
+        if MOMENTUM not in tensors and MOMENTS[0] in tensors:
+            tensors = {**tensors, MOMENTUM: tensors[MOMENTS[0]]}
+        super()._set_main_param_and_optimizer_states(model_param, tensors)
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather all states on the first rank, with their manifest."""
+        state = super().get_parameter_state_dp_zero(*args, **kwargs)
+        for tensors in _file_states(state or {}):
+            tensors[MOMENTUM] = tensors.pop(MOMENTS[0])
+            del tensors[MOMENTS[1]]
+        return state
+
+    def _in_own_order(self, states: dict[Any, Any], is_old: bool) -> dict[Any, Any]:
+        ordered = super()._in_own_order(states, is_old)
+        for tensors in _file_states(ordered):
+            tensors.update(dict.fromkeys(MOMENTS, tensors[MOMENTUM]))
+        return ordered
 
     def offload_to_cpu(self) -> None:
         """Move masters and momenta to the host, and free the workspace."""
@@ -167,6 +201,39 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         groups = self.optimizer.param_groups
         rows = [hyper_of(groups[group], scale, extra).row() for group, scale in self._rows]
         return [row + [0.0] * (HYPER_FIELDS - len(row)) for row in rows]
+
+
+# Megatron's dev branch, whose distributed optimizer knows Adam alone
+
+_NAMES_STATES = hasattr(DistributedOptimizer, "optimizer_state_keys")
+"""Whether Megatron asks an optimizer for the names of its states."""
+
+
+class _UnderAdamsNames(dict[str, Tensor]):
+    """States of a matrix, whose momentum is also found under the names of Adam's moments."""
+
+    def __missing__(self, name: str) -> Tensor:
+        if name not in MOMENTS:
+            raise KeyError(name)
+        return self[MOMENTUM]
+
+
+def _file_states(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the states of every buffer in a file of ``--ckpt-format torch`` under Adam's names."""
+    for number, buffer in () if _NAMES_STATES else state.items():
+        if isinstance(number, int):
+            yield from buffer.values()
+
+
+@contextmanager
+def _taking_muon() -> Iterator[None]:
+    """Let Megatron's constructor take :class:`Muon`, where it takes its Adam alone."""
+    adam = distrib_optimizer.Adam
+    distrib_optimizer.Adam = adam if _NAMES_STATES else Muon
+    try:
+        yield
+    finally:
+        distrib_optimizer.Adam = adam
 
 
 # The chain of optimizers
@@ -266,10 +333,12 @@ def _ranks_of(of_ranks: dict[str, Any], is_expert: bool, use_gloo: bool) -> dict
             "data_parallel_group_gloo": of_ranks["intra_dp_cp_group_gloo"],
             "data_parallel_group_idx": of_ranks["mp_group"].rank(),
         }
+    without = of_ranks["expt_tp_pp_group"]  # dev has no shards of weights beside
+    with_shards = of_ranks.get("expt_tp_pp_with_egtp_remat_group", without)
     return {
         "data_parallel_group": of_ranks["intra_expt_dp_group"],
         "data_parallel_group_gloo": of_ranks["intra_expt_dp_group_gloo"] if use_gloo else None,
-        "data_parallel_group_idx": of_ranks["expt_tp_pp_with_egtp_remat_group"].rank(),
+        "data_parallel_group_idx": with_shards.rank(),
     }
 
 

@@ -466,6 +466,9 @@ def test_megatron_bridge_is_told_what_it_asks_of_portable_experts():
         found |= {name: vars(ask(module.get_submodule(name), is_expert=True)) for name in LINEARS}
     assert module.linear_fc1.num_gemms == 4
     assert module.linear_fc1.config is module.config
+    module.config.expert_tensor_parallel_size = 2
+    with pytest.warns(UserWarning, match=r"expert-tensor-parallel-size 1, got 2.* Give 1\."):
+        assert ask(module.linear_fc1, is_expert=True).out_features == 2 * LINEARS["linear_fc1"][0]
     installation.uninstall()
     assert all(user.get_adapter_attributes_from_linear is stock for user in users)
     common = {

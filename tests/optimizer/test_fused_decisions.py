@@ -147,6 +147,13 @@ def _choose_steps() -> dict[str, Any]:
     from moe_optim.optimizer import chained
     from moe_optim.optimizer.adam import GroupStepAdam
 
+    class StatelessAdam(GroupStepAdam):
+        """Forgets moments before each step, as Megatron's Adam would not."""
+
+        def step(self, closure: Any = None) -> None:
+            self.state.clear()
+            super().step(closure)
+
     class AdamWithMasters(GroupStepAdam):
         """As that of Transformer Engine where it may keep masters; it takes no step here."""
 
@@ -169,6 +176,10 @@ def _choose_steps() -> dict[str, Any]:
         found[f"{name}, fused"] = _refused(format, settings)
     for step in ("auto", "fused"):
         found[f"bf16 weights, {step}"] = _build({"format": "bf16", "step": step}, NARROW)
+    core_optimizer.Adam = StatelessAdam
+    found["another Adam"] = _build({"format": "mxfp8"}, {})
+    found["another Adam, fused"] = _refused("mxfp8", {})
+    core_optimizer.Adam = AdamWithMasters
     if torch.distributed.get_rank() == 1:
         stock = chained.setup_of
         chained.setup_of = lambda *args: replace(stock(*args), adam="something of rank 1")
@@ -187,6 +198,13 @@ def _refused(format: str, settings: dict[str, Any]) -> str:
 def chosen() -> Sequence[dict[str, Any]]:
     """Return what both ranks saw of every way to choose."""
     return run_ranks(2, _choose_steps)
+
+
+def test_steps_of_another_adam_are_its_own(chosen):
+    """As of slime's ``--use-stateless-adam``, which replaces the class for the factory's call."""
+    for of_rank in chosen:
+        assert of_rank["another Adam"] == (False, "stock")
+        assert "StatelessAdam, another Adam than Megatron's: " in of_rank["another Adam, fused"]
 
 
 def test_auto_is_fused_where_kernels_run_and_says_so(chosen):

@@ -64,7 +64,7 @@ def test_stock_step_equals_megatrons_muon(flags: list[str]):
     stock = run_ranks(2, _train, flags, BF16, False)
     ours = run_ranks(2, _train, flags, BF16)
     for rank in range(2):
-        assert stock[rank].classes == {"Float16OptimizerWithFloat16Params"}
+        assert stock[rank].classes.isdisjoint(CLASSES)
         assert ours[rank].classes == CLASSES
         assert len(ours[rank].losses) == 3
         assert ours[rank].losses == stock[rank].losses

@@ -1,5 +1,6 @@
 """Ranks of training stacks, forked from one process, and what is told of one that stops."""
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from tools.stacks import __main__ as command_line
 from tools.stacks.__main__ import main
+from tools.stacks.bridge import Case
 from tools.stacks.environment import PACKAGES, ROOT, TESTS, install_packages
 from tools.stacks.ranks import STOPPED
 from tools.stacks.ranks import run_ranks as fork_ranks
@@ -126,3 +128,31 @@ def test_packages_are_installed_once_and_folders_with_others_refused(tmp_path, m
     with pytest.raises(ValueError, match=re.escape(f"expected {missing}, got a folder with")):
         install_packages(tmp_path)
     assert len(commands) == 2
+
+
+def _record(command, **case):
+    header = {"command": command, "commit": command[0], "device": "a CPU", "versions": "2"}
+    return header | {"cases": [{"recipe": "one", "format": "bf16", "ranks": 1} | case]}
+
+
+def test_a_record_done_in_parts_has_the_commands_and_commits_of_all_its_cases(tmp_path):
+    """And of those alone: a run that repeats all cases replaces the header, too."""
+    first, second = _record("first"), _record("second", ranks=2)
+    path = tmp_path / "record.json"
+    assert command_line._kept(path, [Case("one", "bf16", 2)], second) == {}
+    path.write_text(json.dumps(first))
+    kept = command_line._kept(path, [Case("one", "bf16", 2)], second)
+    both = command_line._joined(kept, second)
+    assert (both["command"], both["commit"]) == ("first, second", "f, s")
+    assert both["cases"] == [*first["cases"], *second["cases"]]
+    again = _record("third") | {"versions": "3"}
+    kept = command_line._kept(path, [Case("one", "bf16", 1)], again)
+    assert command_line._joined(kept, again) == again
+
+
+@pytest.mark.parametrize("key", ["device", "versions"])
+def test_cases_kept_from_another_machine_or_version_are_refused(key, tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(_record("one")))
+    with pytest.raises(ValueError, match=rf"record\.json: {key}: expected .*, got another\. Name"):
+        command_line._kept(path, [Case("one", "bf16", 2)], _record("two") | {key: "another"})

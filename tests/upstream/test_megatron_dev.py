@@ -1,4 +1,4 @@
-"""Megatron's dev branch: quantized experts resume, also on fewer ranks; Muon is refused.
+"""Megatron's dev branch: quantized experts resume, also on fewer ranks, with Adam and with Muon.
 
 Runs where a checkout of it comes first on ``PYTHONPATH``: it names itself core 0.19.0.
 """
@@ -52,9 +52,10 @@ def test_every_replaced_name_fits():
     assert not [patch.id for patch in PATCHES if patch_state(patch).startswith("broken")]
 
 
-def test_quantized_experts_resume_to_the_bit_also_on_one_rank(tmp_path: Path):
-    """One rank begins with the masters and moments of two, and steps."""
-    flags = ["--train-iters", str(STEPS)]
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_quantized_experts_resume_to_the_bit_also_on_one_rank(tmp_path: Path, optimizer: str):
+    """One rank begins with the masters and moments of two, and steps. Groups have several rates."""
+    flags = ["--train-iters", str(STEPS), "--optimizer", optimizer, "--decoupled-lr", "0.03"]
     whole = run_ranks(2, _train, [*flags, "--save", str(tmp_path), "--save-interval", str(SAVED)])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
     resumed = run_ranks(2, _train, [*flags, "--load", str(tmp_path)])
@@ -69,14 +70,34 @@ def test_quantized_experts_resume_to_the_bit_also_on_one_rank(tmp_path: Path):
     assert alone.losses.keys() == resumed[0].losses.keys()
 
 
+def test_momenta_resume_to_the_bit_from_files_of_ranks(tmp_path: Path):
+    """Megatron's own functions name Adam's moments alone."""
+    flags = ["--train-iters", str(STEPS), "--optimizer", "muon", "--ckpt-format", "torch"]
+    whole = run_ranks(2, _train, [*flags, "--save", str(tmp_path), "--save-interval", str(SAVED)])
+    saved = torch.load(next(tmp_path.glob(f"iter_*{SAVED}/*/distrib_optim.pt")), weights_only=True)
+    names = {
+        name
+        for part in saved
+        for number, buffer in part.items()
+        if isinstance(number, int)
+        for tensors in buffer.values()
+        for name in tensors
+    }
+    assert names == {"param", "momentum_buffer", "exp_avg", "exp_avg_sq", "numel_unpadded"}
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    resumed = run_ranks(2, _train, [*flags, "--load", str(tmp_path)])
+    for rank in range(2):
+        del whole[rank].losses[1], whole[rank].losses[SAVED]
+        assert_same_run(resumed[rank], whole[rank], what=f"rank {rank}")
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (["--chunked-optimizer-state-offload"], "Set offload_states"),
         (["--disable-grad-buffers-cpu-backup"], "bytes in that memory"),
-        (["--optimizer", "muon"], "Check out a release"),
     ],
-    ids=["offload", "no backup", "muon"],
+    ids=["offload", "no backup"],
 )
 def test_what_does_not_fit_is_refused_by_name(flags: list[str], reason: str):
     with pytest.raises(AssertionError, match=reason):

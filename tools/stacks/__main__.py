@@ -12,10 +12,10 @@ Megatron-Bridge to run in place of releases: NeMo-RL's worker needs the main bra
 each is a work tree, or a repository without one.
 
 Run the first form with the Python of an environment that holds the stack, or name folders with it
-and all that it imports, separated by colons. The record keeps other cases of the same commit, so
-that a run can be done in parts. With --gpus a rank has a GPU of its own, and layers are Transformer
-Engine's; otherwise ranks are CPU processes. Exit status: 1 if a case of the plug-in stops where
-stock does not.
+and all that it imports, separated by colons. The record keeps other cases of the same device and
+versions, with their command and commit, so that a run can be done in parts. With --gpus a rank has
+a GPU of its own, and layers are Transformer Engine's; otherwise ranks are CPU processes. Exit
+status: 1 if a case of the plug-in stops where stock does not.
 """
 
 import argparse
@@ -63,6 +63,8 @@ def main(words: Sequence[str]) -> int:
         for format in formats
     ]
 
+    kept = _kept(args.json, cases, report) if args.json else {}
+
     def run(case: Any) -> dict[str, Any]:
         logs = args.logs / f"{case.recipe} {case.format} {case.ranks}"
         found = dataclasses.asdict(case) | bridge.run_case(case, logs)
@@ -75,7 +77,7 @@ def main(words: Sequence[str]) -> int:
         for found in pool.map(run, cases) if args.gpus else map(run, cases):
             report["cases"].append(found)
             if args.json:  # after each case: a run is long
-                args.json.write_text(json.dumps(_beside(args.json, report), indent=1) + "\n")
+                args.json.write_text(json.dumps(_joined(kept, report), indent=1) + "\n")
     return int(any(map(_is_ours, _stopped_alone(report["cases"]))))
 
 
@@ -137,15 +139,33 @@ def _is_ours(case: Mapping[str, Any]) -> bool:
     return not str(case["format"]).startswith("stock")
 
 
-def _beside(path: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Return the report with cases of the file that it does not repeat."""
-    if not path.exists():
+def _kept(path: Path, cases: Sequence[Any], report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record in a file without the cases that will run again; empty if none is left.
+
+    Raises:
+        ValueError: the cases left ran on another device, or with other versions.
+    """
+    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cases": []}
+    again = {(case.recipe, case.format, case.ranks) for case in cases}
+    left = [c for c in before["cases"] if (c["recipe"], c["format"], c["ranks"]) not in again]
+    if not left:
+        return {}
+    for key in ("device", "versions"):
+        if before[key] != report[key]:
+            raise ValueError(
+                f"{path}: {key}: expected {before[key]} as in the record, got {report[key]}. Name "
+                "another file, or run all of its cases."
+            )
+    return before | {"cases": left}
+
+
+def _joined(kept: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Return the report with cases kept from a record, and the commands and commits of both."""
+    if not kept:
         return report
-    before = json.loads(path.read_text())
-    identity = ("recipe", "format", "ranks")
-    again = {tuple(case[name] for name in identity) for case in report["cases"]}
-    kept = [c for c in before["cases"] if tuple(c[name] for name in identity) not in again]
-    return report | {"cases": [*kept, *report["cases"]]}
+    keys = [key for key in ("command", "commit", "kernels") if key in report]
+    both = {key: ", ".join(dict.fromkeys([kept[key], report[key]])) for key in keys}
+    return report | both | {"cases": [*kept["cases"], *report["cases"]]}
 
 
 if __name__ == "__main__":

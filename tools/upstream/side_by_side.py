@@ -192,7 +192,6 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTEST_DEBUG_TEMPROOT": folder,  # ranks of a side share folders, sides do not
             "MOE_OPTIM_SET": job.selection.knobs,
-            "PET_STANDALONE": "1",  # a free port for torchrun, since others run in parallel
         }
         result = launch(
             entry,

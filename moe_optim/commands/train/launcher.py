@@ -73,7 +73,8 @@ def launch(
             failures = error.failures
         except SignalException as stop:
             stopped_by = stop.sigval
-    newest = max(logs.glob("launch_*"), key=lambda path: path.stat().st_mtime) / "attempt_0"
+    # PET_STANDALONE in the environment replaces the id of the launch, which begins its folder
+    newest = max(logs.glob("*/attempt_0"), key=lambda path: path.stat().st_mtime)
     found = [
         (_is_consequence(one, reason := _reason(one)), one.timestamp, rank, reason)
         for rank, one in failures.items()

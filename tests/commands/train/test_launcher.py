@@ -51,6 +51,13 @@ def test_ranks_know_who_they_are_and_the_last_one_is_shown(tmp_path, capfd):
     assert "MOE_OPTIM_CPU" not in os.environ
 
 
+def test_logs_are_found_under_the_id_of_a_standalone_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("PET_STANDALONE", "1")
+    result = start(tmp_path, command=[sys.executable, "-c", "print('here')"])
+    assert result.failure is None
+    assert (result.logs / "1" / "stdout.log").read_text() == "here\n"
+
+
 def test_the_rank_that_failed_first_is_named_not_those_that_lost_it(tmp_path):
     failure = start(tmp_path, "raise").failure
     assert failure.sentence() == "rank 0 ended with exit code 1: ValueError: no weight"
@@ -82,7 +89,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path, monkeypatch):
 
     def keep(args):
         handled.append(args.signals_to_handle)
-        (tmp_path / "logs" / "launch_0").mkdir(parents=True)
+        (tmp_path / "logs" / "launch_0" / "attempt_0").mkdir(parents=True)
 
     monkeypatch.setattr(launcher, "run", keep)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
