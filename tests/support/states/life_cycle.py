@@ -493,6 +493,7 @@ class LifeCycle:
     def copy(self, seed: int) -> None:
         """Copy the model in the middle of everything: the copy is a plain module."""
         layers, expected = copy.deepcopy(self.layers), copy.deepcopy(self.expected.layers)
+        assert not any(hasattr(param, "main_grad") for param in layers.parameters())
         inputs = tokens_of(seed, self.rank)
         with self._may_raise(not self.expected.is_fresh) as outcome:
             output = run_layers(layers, inputs)
