@@ -130,7 +130,8 @@ def with_own_groups(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any
     classes and would be saved again) and with the defaults of ``optimizer``. Learning rates become
     its own: Megatron matches groups by them, among others, and raises KeyError if they changed,
     with or without ``--override-opt_param-scheduler``. Does not modify ``state_dict``. LayoutError
-    if Megatron's arguments do not override the saved rates.
+    if Megatron's arguments do not override the saved rates, or several saved groups differ from one
+    of ``optimizer`` by their rates alone.
     """
     saved = state_dict["optimizer"]
     groups = [
@@ -140,14 +141,21 @@ def with_own_groups(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any
         for group in saved["param_groups"]
     ]
     fixed = [key for key in _IDENTIFIERS if key not in _RATES]
+    changed = []
     for wanted in optimizer.param_groups:
         alike = [group for group in groups if _settings(group, fixed) == _settings(wanted, fixed)]
         rates = [_settings(group, _RATES) for group in alike]
-        if len(alike) == 1 and _settings(wanted, _RATES) not in rates:
-            _require_override(alike[0], wanted)
-            changed = {**alike[0], **{key: wanted[key] for key in _RATES}}
-            groups = [changed if group is alike[0] else group for group in groups]
-    return {**state_dict, "optimizer": {**saved, "param_groups": groups}}
+        if not alike or _settings(wanted, _RATES) in rates:
+            continue
+        if any(one != rates[0] for one in rates):
+            raise LayoutError(
+                f"optimizer: expected a saved parameter group with {_shown(wanted)}, got several "
+                f"with other learning rates: {'; '.join(map(_shown, alike))}. Give the rates that "
+                "the checkpoint was saved with."
+            )
+        _require_override(alike[0], wanted)
+        changed.append({**alike[0], **{key: wanted[key] for key in _RATES}})
+    return {**state_dict, "optimizer": {**saved, "param_groups": groups + changed}}
 
 
 def set_groups(optimizer: Any, wanted: Sequence[Group], saved: Sequence[Group]) -> None:

@@ -64,6 +64,17 @@ def test_another_rate_takes_effect_where_it_overrides(checkpoint: Path):
 def test_another_rate_without_it_is_refused_with_both(checkpoint: Path):
     assert resume(checkpoint, *OTHER) == (
         "LayoutError: optimizer: expected the learning rates that were saved, max_lr=0.01 and "
-        "min_lr=0.001, got max_lr=0.03 and min_lr=0.002. Give the same --lr and --min-lr, or go on "
-        "with others by --override-opt_param-scheduler."
+        "min_lr=0.001, got max_lr=0.03 and min_lr=0.002. Give the same --lr and --min-lr, or change "
+        "them with --override-opt_param-scheduler."
     )
+
+
+def test_a_rate_of_embeddings_alone_leaves_that_of_the_others(checkpoint: Path, tmp_path: Path):
+    """And where both change, nothing tells which of the saved groups is which."""
+    apart = ["--decoupled-lr", "3e-2", "--decoupled-min-lr", "2e-3"]
+    resumed = resume(checkpoint, *SAVED, *apart, *OVERRIDE, "--save", str(tmp_path))
+    assert isinstance(resumed, Record), resumed
+    assert set(resumed.extra) == {(1e-2, 1e-2, 1e-3), (3e-2, 3e-2, 2e-3)}
+    refused = resume(tmp_path, *SAVED, *apart[:1], "4e-2", *apart[2:], *OVERRIDE)
+    assert "LayoutError: optimizer: expected a saved parameter group with max_lr=0.04" in refused
+    assert "got several with other learning rates: max_lr=0.01, min_lr=0.001, " in refused
