@@ -64,8 +64,8 @@ def test_another_rate_takes_effect_where_it_overrides(checkpoint: Path):
 def test_another_rate_without_it_is_refused_with_both(checkpoint: Path):
     assert resume(checkpoint, *OTHER) == (
         "LayoutError: optimizer: expected the learning rates that were saved, max_lr=0.01 and "
-        "min_lr=0.001, got max_lr=0.03 and min_lr=0.002. Give the same --lr and --min-lr, or change "
-        "them with --override-opt_param-scheduler."
+        "min_lr=0.001, got max_lr=0.03 and min_lr=0.002. Give the same --lr and --min-lr, or "
+        "change them with --override-opt_param-scheduler."
     )
 
 
