@@ -22,6 +22,9 @@ _IDENTIFIERS = tuple(
 """Group entries that tell groups apart; Megatron's dev branch compares no rates, no optimizer."""
 _BY_DISTRIBUTION = "is_expert_parallel"
 _RATES = ("max_lr", "min_lr")
+_EPS = "eps"  # all that tells two groups of --use-mup with --decoupled-lr apart
+_IGNORED = ((), (_BY_DISTRIBUTION,), _RATES, (_BY_DISTRIBUTION, *_RATES))
+"""Identifiers in which a saved group may differ, if no other group matches."""
 _OF_HYBRID = frozenset(
     {
         "cpu_optimizer_cls",
@@ -188,8 +191,9 @@ def _rates(group: Group) -> str:
 
 def _find(wanted: Group, saved: Sequence[Group]) -> Group:
     """Return the saved group that matches ``wanted``, ignoring its rates if necessary."""
-    for free in ((), (_BY_DISTRIBUTION,), _RATES, (_BY_DISTRIBUTION, *_RATES)):
-        keys = [key for key in _IDENTIFIERS if key not in free]
+    known = (*_IDENTIFIERS, _EPS)
+    for free in [(*eps, *more) for more in _IGNORED for eps in ((), (_EPS,))]:
+        keys = [key for key in known if key not in free]
         found = [group for group in saved if _settings(group, keys) == _settings(wanted, keys)]
         if found:
             return {**found[0], _BY_DISTRIBUTION: wanted.get(_BY_DISTRIBUTION)}
