@@ -411,13 +411,18 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             LayoutError: a parameter is missing, duplicated or misshapen in ``state_dict``.
             NonFiniteError: a master of a quantized weight is Inf or NaN.
         """
-        derived: list[Any] = []
+        has_begun = False
 
         def derive(part: Any) -> None:
-            part.derive_masters(states[part])
-            derived.append(part)
+            nonlocal has_begun
+            before, has_begun = has_begun, True
+            try:
+                part.derive_masters(states[part])
+            except LayoutError:  # of the state dict, which is compared before anything is written
+                has_begun = before
+                raise
 
-        with replacing(self._masters, "reload_model_params", has_begun=lambda: bool(derived)):
+        with replacing(self._masters, "reload_model_params", has_begun=lambda: has_begun):
             expect_agreement()
             split = agree(partial(self._split_state_dict, state_dict), None)
             states = dict(zip(self.chained_optimizers, split, strict=True))
