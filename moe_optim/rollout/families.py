@@ -210,6 +210,7 @@ _QWEN3_MOE = Family(
 _DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    # softmax: DeepSeek-V2, whose tensors have the same names
     settings={**_SETTINGS, "moe_router_score_function": ("sigmoid", "softmax")},
     model=_MODEL,
     layer=(

@@ -276,28 +276,32 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
         )
     storage.require_writable()
 
-    def send(tensor: Tensor) -> Any:
+    def start(tensor: Tensor) -> Any:
         return func([tensor.view(torch.uint8) if tensor.dim() else tensor], *args)[1]
+
+    def send(tensor: Tensor) -> None:
+        if (work := start(tensor)) is not None:  # NCCL returns none unless async_op is set
+            work.wait()
 
     _share_initial(storage, send)
     # NCCL requires contiguous tensors; the others are transposed views of these
     buffers = [buffer for buffer in storage.quantized.buffers().values() if buffer.is_contiguous()]
     *others, last = [one for one in (storage.recorded_amax, *buffers) if one is not None]
     for tensor in others:
-        send(tensor).wait()
-    work = send(last)
-    if storage.storage_scales:
+        send(tensor)
+    work = start(last)
+    if storage.storage_scales and work is not None:
         work.wait()  # expanded below from the received buffers
     storage.note_write()
     return tensors, work
 
 
-def _share_initial(storage: WeightStorage, send: Callable[[Tensor], Any]) -> None:
+def _share_initial(storage: WeightStorage, send: Callable[[Tensor], None]) -> None:
     """Set the initial values of every rank to the sender's, which alone may have loaded any."""
     held, dtypes = storage.initial, (None, torch.bfloat16, torch.float32)
     own = None if held is None else held.dtype if held.dtype in dtypes else torch.float32
     index = torch.tensor(dtypes.index(own), dtype=torch.int64, device=storage.device)
-    send(index).wait()
+    send(index)
     dtype = dtypes[int(index)]
     if dtype is None:
         storage.initial = None
@@ -305,7 +309,7 @@ def _share_initial(storage: WeightStorage, send: Callable[[Tensor], Any]) -> Non
     if held is None:
         held = torch.empty(storage.shape, dtype=dtype, device=storage.device)
     storage.initial = held.to(storage.device, dtype).contiguous()  # may be on the host
-    send(storage.initial).wait()
+    send(storage.initial)
 
 
 _HANDLERS: dict[Any, Any] = {

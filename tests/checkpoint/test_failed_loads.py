@@ -38,9 +38,8 @@ FOLDERS: dict[str, tuple[str | None, str]] = {
     "torn tracker": ("1x", "expected the iteration to load, got '1x'"),
     "no iteration": ("1", "iter_0000001"),
 }
-LAST = {
-    # what fails behind these, and what the other rank says: of entries it does something else next,
-    # which no agreement answers, until that rank has ended
+AFTER_READING = {  # what fails, and what the other rank hears
+    # it does something else next, which no agreement answers, and the rank that fails ends
     "entries": (f"{CORE}.serialization.load_preprocess", "(?i)closed|reset"),
     "masters": ("moe_optim.checkpoint.model_values.model_values_for", "rank 1: MemoryError"),
 }
@@ -65,7 +64,7 @@ def _folder_of_a_node(folder: Path, tracker: str | None) -> Path:
     return folder
 
 
-def _load(folder: Path, last: str, chunks: list[Any], optimizer: Any) -> dict[str, str]:
+def _load(folder: Path, fails_last: str, chunks: list[Any], optimizer: Any) -> dict[str, str]:
     from megatron.training import training
 
     args, rank, said = training.get_args(), torch.distributed.get_rank(), {}
@@ -90,8 +89,8 @@ def _load(folder: Path, last: str, chunks: list[Any], optimizer: Any) -> dict[st
         load(checkpointing_context={"local_checkpoint_manager": _LocalManager()})
     said["local file"], args.non_persistent_ckpt_type = str(raised.value), None
     assert load()[0] == 1
-    args.load_main_params_from_ckpt = last == "masters"
-    target, heard = LAST[last]
+    args.load_main_params_from_ckpt = fails_last == "masters"
+    target, heard = AFTER_READING[fails_last]
     if rank == 1:
         with mock.patch(target, side_effect=MemoryError), pytest.raises(MemoryError):
             load()
@@ -101,18 +100,18 @@ def _load(folder: Path, last: str, chunks: list[Any], optimizer: Any) -> dict[st
     return said
 
 
-def _train_and_load(folder: Path, last: str) -> dict[str, str]:
+def _train_and_load(folder: Path, fails_last: str) -> dict[str, str]:
     flags = ["--train-iters", "1", "--eval-interval", "1000", "--save", str(folder)]
     config = MoEOptimConfig(format="mxfp8")
-    return pretrain(flags, config, observe=partial(_load, folder, last)).extra
+    return pretrain(flags, config, observe=partial(_load, folder, fails_last)).extra
 
 
-@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("fails_last", AFTER_READING)
 def test_what_fails_around_a_load_in_megatrons_loop_is_raised_on_every_rank(
-    last: str, tmp_path: Path
+    fails_last: str, tmp_path: Path
 ):
     """Or at once on the rank that fails, where the others would not hear of it."""
-    first, second = run_ranks(2, _train_and_load, tmp_path / "run", last, timeout_s=120)
+    first, second = run_ranks(2, _train_and_load, tmp_path / "run", fails_last, timeout_s=120)
     assert set(first) == set(second) == {*FAULTS, *FOLDERS, "local file"}
     for name, (_, error) in FOLDERS.items():
         assert error in first[name] and error in second[name]

@@ -121,7 +121,7 @@ def test_cut_experts_are_exported_as_whole_ones_of_the_same_masters():
     counts = {name: 24 * tensors.get(cut.knobs["format"], 2) for name, (cut, _) in SETUPS.items()}
     for compared, (scales, blocks) in run_ranks(2, _on_two_ranks):
         assert compared == counts
-        assert "linear_fc1: expected one global scale an expert" in scales
+        assert "linear_fc1: expected one global scale per expert" in scales
         assert "--expert-tensor-parallel-size 2" in scales
         assert "in multiples of 128, a block of fp8_block, got 64" in blocks
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, reference
+from moe_optim.weights import grouped_weight
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage, Weights
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
@@ -497,6 +498,21 @@ def test_a_broadcast_also_sends_whether_there_are_initial_values():
                 assert initial is None
             else:
                 assert_bytes_equal(initial, drawn.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_backend_that_waits_itself_returns_no_work(dtype):
+    """As NCCL does without ``async_op``."""
+    weight, sent = make_weight(), []
+    weight.quantized_storage.initial = dtype and normal_weights(*SHAPE)
+
+    def broadcast(tensors, *_):
+        sent.extend(tensors)
+        return tensors, None
+
+    _, work = grouped_weight._broadcast(broadcast, [weight.data])
+    assert work is None
+    assert len(sent) == 1 + (dtype is not None) + len(buffers_of(weight))
 
 
 LOST_RESULTS = {

@@ -733,7 +733,7 @@ UPSTREAM = {
     "upstream-grouped-cpu.json": "Megatron 0.19.0: experts in one tensor",
     "upstream-grouped-h200.json": "the same, one rank",
     "upstream-main-cpu.json": "Megatron main, 22 August 2026: experts in one tensor, buffers",
-    "upstream-dev-cpu.json": "Megatron dev, before it was supported",
+    "upstream-dev-cpu.json": "Megatron dev: experts in one tensor, buffers",
     "upstream-engine-2x-h200.json": "Transformer Engine 2.20: casts, FusedAdam by moe_optim",
 }
 """Record of :mod:`tools.upstream.side_by_side` -> what ran, in a table."""

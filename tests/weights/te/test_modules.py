@@ -267,7 +267,7 @@ def test_experts_that_ranks_share_are_exported_whole(found):
         for given in exported:
             assert_same_tensors(given[layer, linear][int(number)], want, what=key)
     for rank in found["nvfp4 recorded cut"].ranks:
-        assert "expected one global scale an expert" in rank["exported"]
+        assert "expected one global scale per expert" in rank["exported"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
