@@ -22,6 +22,9 @@ _IDENTIFIERS = tuple(
 """Group entries that tell groups apart; Megatron's dev branch compares no rates, no optimizer."""
 _BY_DISTRIBUTION = "is_expert_parallel"
 _RATES = ("max_lr", "min_lr")
+_EPS = "eps"  # all that tells two groups of --use-mup with --decoupled-lr apart
+_IGNORED = ((), (_BY_DISTRIBUTION,), _RATES, (_BY_DISTRIBUTION, *_RATES))
+"""Identifiers in which a saved group may differ, if no other group matches."""
 _OF_HYBRID = frozenset(
     {
         "cpu_optimizer_cls",
@@ -130,7 +133,8 @@ def with_own_groups(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any
     classes and would be saved again) and with the defaults of ``optimizer``. Learning rates become
     its own: Megatron matches groups by them, among others, and raises KeyError if they changed,
     with or without ``--override-opt_param-scheduler``. Does not modify ``state_dict``. LayoutError
-    if Megatron's arguments do not override the saved rates.
+    if Megatron's arguments do not override the saved rates, or several saved groups differ from one
+    of ``optimizer`` by their rates alone.
     """
     saved = state_dict["optimizer"]
     groups = [
@@ -140,14 +144,21 @@ def with_own_groups(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any
         for group in saved["param_groups"]
     ]
     fixed = [key for key in _IDENTIFIERS if key not in _RATES]
+    changed = []
     for wanted in optimizer.param_groups:
         alike = [group for group in groups if _settings(group, fixed) == _settings(wanted, fixed)]
         rates = [_settings(group, _RATES) for group in alike]
-        if len(alike) == 1 and _settings(wanted, _RATES) not in rates:
-            _require_override(alike[0], wanted)
-            changed = {**alike[0], **{key: wanted[key] for key in _RATES}}
-            groups = [changed if group is alike[0] else group for group in groups]
-    return {**state_dict, "optimizer": {**saved, "param_groups": groups}}
+        if not alike or _settings(wanted, _RATES) in rates:
+            continue
+        if any(one != rates[0] for one in rates):
+            raise LayoutError(
+                f"optimizer: expected a saved parameter group with {_shown(wanted)}, got several "
+                f"with other learning rates: {'; '.join(map(_shown, alike))}. Give the rates that "
+                "the checkpoint was saved with."
+            )
+        _require_override(alike[0], wanted)
+        changed.append({**alike[0], **{key: wanted[key] for key in _RATES}})
+    return {**state_dict, "optimizer": {**saved, "param_groups": groups + changed}}
 
 
 def set_groups(optimizer: Any, wanted: Sequence[Group], saved: Sequence[Group]) -> None:
@@ -180,8 +191,9 @@ def _rates(group: Group) -> str:
 
 def _find(wanted: Group, saved: Sequence[Group]) -> Group:
     """Return the saved group that matches ``wanted``, ignoring its rates if necessary."""
-    for free in ((), (_BY_DISTRIBUTION,), _RATES, (_BY_DISTRIBUTION, *_RATES)):
-        keys = [key for key in _IDENTIFIERS if key not in free]
+    known = (*_IDENTIFIERS, _EPS)
+    for free in [(*eps, *more) for more in _IGNORED for eps in ((), (_EPS,))]:
+        keys = [key for key in known if key not in free]
         found = [group for group in saved if _settings(group, keys) == _settings(wanted, keys)]
         if found:
             return {**found[0], _BY_DISTRIBUTION: wanted.get(_BY_DISTRIBUTION)}

@@ -317,17 +317,14 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return checkpoint.param_groups.as_layer_wise(state) if is_by_name else state
 
     def save_parameter_state(self, filename: str) -> None:
-        """Save masters and moments of ``--ckpt-format torch``. Every rank that steps must call it.
+        """Save masters and moments of ``--ckpt-format torch``. Every rank must call it.
 
         Raises:
-            NonFiniteError: a master or moment is Inf or NaN, on every data-parallel rank, and
-                ``save_nonfinite`` is not set.
+            NonFiniteError: a master or moment is Inf or NaN, on every rank, and ``save_nonfinite``
+                is not set.
         """
+        agree(self._check_states, None)  # other stages would wait for a culprit's group
         with self._without_stubs():
-            if len(self.stepping) > 1:  # one checks its states itself
-                groups = [part.data_parallel_group for part in self.stepping]
-                # the largest contains the others; stages without parameters do not get here
-                agree(self._check_states, max(groups, key=lambda group: group.size()))
             super().save_parameter_state(filename)
 
     def _check_states(self) -> None:
@@ -414,13 +411,18 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             LayoutError: a parameter is missing, duplicated or misshapen in ``state_dict``.
             NonFiniteError: a master of a quantized weight is Inf or NaN.
         """
-        derived: list[Any] = []
+        has_begun = False
 
         def derive(part: Any) -> None:
-            part.derive_masters(states[part])
-            derived.append(part)
+            nonlocal has_begun
+            before, has_begun = has_begun, True
+            try:
+                part.derive_masters(states[part])
+            except LayoutError:  # of the state dict, which is compared before anything is written
+                has_begun = before
+                raise
 
-        with replacing(self._masters, "reload_model_params", has_begun=lambda: bool(derived)):
+        with replacing(self._masters, "reload_model_params", has_begun=lambda: has_begun):
             expect_agreement()
             split = agree(partial(self._split_state_dict, state_dict), None)
             states = dict(zip(self.chained_optimizers, split, strict=True))

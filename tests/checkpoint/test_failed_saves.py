@@ -23,7 +23,7 @@ from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoint.saving import _collect, _forget_other_plans, writing_together
 from moe_optim.commands.train.run_folder import find_resume_point
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, StateError
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
 from tests.support.ranks import run_ranks
 from tests.support.training import pretrain
@@ -396,3 +396,27 @@ def test_what_fails_around_a_save_in_megatrons_loop_is_raised_on_every_rank(
         assert f"the {name} is refused" in of_ranks[rank][name]
         assert of_ranks[1 - rank][name] == f"rank {rank}: {of_ranks[rank][name]}"
     assert find_resume_point(folder).iteration == 2
+
+
+def _save_infinity(folder: Path) -> str:
+    """Save a master of the last pipeline stage that is not finite, and return what was said."""
+
+    def spoil(_: int, __: list[Any], optimizer: Any) -> None:
+        if RANK() == 1:
+            masters = [group["params"] for group in optimizer.stepping[0].optimizer.param_groups]
+            masters[0][0].data.view(-1)[0] = torch.inf
+
+    flags = ["--train-iters", "1", "--eval-interval", "1000", "--save-interval", "1"]
+    flags += ["--ckpt-format", "torch", "--pipeline-model-parallel-size", "2"]
+    with pytest.raises(NonFiniteError) as raised:
+        pretrain([*flags, "--save", str(folder)], MoEOptimConfig(format="mxfp8"), after_step=spoil)
+    return str(raised.value)
+
+
+def test_a_state_that_is_not_finite_stops_a_save_to_files_of_ranks_on_every_stage(tmp_path: Path):
+    """Others would wait for its data-parallel group at Megatron's barrier."""
+    first, second = run_ranks(2, _save_infinity, tmp_path, timeout_s=HANGS_S)
+    assert second.startswith(
+        "masters and moments: expected finite values, got data-parallel rank 0"
+    )
+    assert first == f"rank 1: {second}"

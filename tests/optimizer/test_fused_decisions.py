@@ -204,7 +204,7 @@ def test_steps_of_another_adam_are_its_own(chosen):
     """As of slime's ``--use-stateless-adam``, which replaces the class for the factory's call."""
     for of_rank in chosen:
         assert of_rank["another Adam"] == (False, "stock")
-        assert "StatelessAdam, another Adam than Megatron's: " in of_rank["another Adam, fused"]
+        assert "StatelessAdam, an Adam other than Megatron's: " in of_rank["another Adam, fused"]
 
 
 def test_auto_is_fused_where_kernels_run_and_says_so(chosen):

@@ -1,9 +1,11 @@
 """What masters are made of: the values that a quantized weight was last given."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, StateError
@@ -160,3 +162,25 @@ def test_a_reload_that_fails_on_one_rank_fails_on_all():
     for name, calls in (("zero", {}), ("micro", {"seed": 1, "last": True}), ("step", {})):
         getattr(cycle, name)(**calls)
     cycle.rollout(seed=2)
+
+
+@on_ranks(2)
+def test_a_reload_that_dies_on_every_rank_leaves_no_masters_to_step():
+    """Some have been written by then, even of the first optimizer."""
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(step="fused")
+    stock = DistributedOptimizer._copy_model_params_to_main_params
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **kwargs)
+        raise MemoryError("no memory is left")
+
+    with (
+        mock.patch.object(DistributedOptimizer, "_copy_model_params_to_main_params", die),
+        pytest.raises(MemoryError),
+    ):
+        cycle.optimizer.reload_model_params()
+    with pytest.raises(
+        StateError, match="a failed load of reload_model_params has partly replaced"
+    ):
+        cycle.optimizer.step()
