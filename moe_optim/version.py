@@ -1,3 +1,3 @@
 """Version of this package; single source."""
 
-VERSION = "0.16.0"
+VERSION = "0.17.0"
