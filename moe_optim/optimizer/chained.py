@@ -410,6 +410,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Raises:
             LayoutError: a parameter is missing, duplicated or misshapen in ``state_dict``.
             NonFiniteError: a master of a quantized weight is Inf or NaN.
+            StateError: weights are offloaded; no master is replaced.
         """
         has_begun = False
 
@@ -426,8 +427,13 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             expect_agreement()
             split = agree(partial(self._split_state_dict, state_dict), None)
             states = dict(zip(self.chained_optimizers, split, strict=True))
+            agree(self._require_weights, None)
             self._load_each(derive)
             self._gather_loaded(self.stepping)
+
+    def _require_weights(self) -> None:
+        for part in self.stepping:
+            part.require_weights("reload_model_params()")
 
     def _states_by_part(self, states: Any) -> tuple[dict[Any, Any], bool]:
         """Return the states of each optimizer, and whether ranks scatter any."""

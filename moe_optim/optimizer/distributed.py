@@ -632,6 +632,14 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self.derive_masters(state_dict)
         self.refresh_weights()
 
+    def require_weights(self, what: str) -> None:
+        """Raise StateError before ``what`` if weights of this optimizer are offloaded."""
+        for group in self._groups:
+            group.require_memory(what, gradients=False)
+        for bucket in self.managed_buckets:
+            for param in bucket.params:
+                storage_of(param).require_present()
+
     def derive_masters(self, state_dict: dict[str, Any] | None) -> None:
         """Derive masters without communication; :meth:`gather_weights` must follow."""
         super()._copy_model_params_to_main_params(state_dict=state_dict)
