@@ -216,12 +216,17 @@ class AddressBook:
 
 
 def find_moments(inner: Any) -> list[Tensor]:
-    """Return the moments that an inner optimizer currently holds: Adam's, or Muon's momentum."""
-    states, names = inner.state.values(), getattr(inner, "state_names", MOMENTS)
+    """Return the moments that an inner optimizer currently holds."""
+    states, names = inner.state.values(), state_names(inner)
     try:
         return list(chain.from_iterable([map(itemgetter(name), states) for name in names]))
     except KeyError:  # before the first step
         return [state[name] for state in states for name in names if name in state]
+
+
+def state_names(inner: Any) -> tuple[str, ...]:
+    """Return the names of an inner optimizer's states: Adam's moments or Muon's momentum."""
+    return getattr(inner, "state_names", MOMENTS)
 
 
 def is_decoupled(inner: Any) -> bool:

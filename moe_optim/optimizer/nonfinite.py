@@ -11,8 +11,7 @@ from torch import Tensor
 from moe_optim.errors import NonFiniteError
 from moe_optim.experts.module import first_experts
 from moe_optim.integration.agreement import gather_objects
-from moe_optim.optimizer.adam import MOMENTS
-from moe_optim.optimizer.address_book import gradient_of, owned_masters
+from moe_optim.optimizer.address_book import gradient_of, owned_masters, state_names
 from moe_optim.weights.managed import is_managed
 from moe_optim.weights.names import global_parameter_names
 
@@ -73,8 +72,8 @@ def _find_states(optimizer: Any, managed_masters_only: bool) -> list[str]:
     """Return a line per bad state of any data-parallel rank; every rank of the group must call."""
     found: list[str] = []
     describe: _Describe | None = None  # names of all parameters are looked up for a bad one alone
-    moments = getattr(optimizer.optimizer, "state_names", MOMENTS)
-    kinds = ("master", *(() if managed_masters_only else moments))
+    moments = () if managed_masters_only else state_names(optimizer.optimizer)
+    kinds = ("master", *moments)
     for param, master in owned_masters(optimizer):
         if master is None or (managed_masters_only and not is_managed(param)):
             continue

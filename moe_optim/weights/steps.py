@@ -12,7 +12,8 @@ _steps: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
 def count_step(model_chunks: Iterable[Module]) -> None:
     """Count a step that is about to change the weights of chunks."""
     for chunk in model_chunks:
-        _steps[unwrap_model(chunk)] = steps_of(chunk) + 1
+        model = unwrap_model(chunk)
+        _steps[model] = _steps.get(model, 0) + 1
 
 
 def steps_of(chunk: Module) -> int:
